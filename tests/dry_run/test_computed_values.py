@@ -1,6 +1,6 @@
 """Small tensors are computed on the CPU, too: what a script reads is what a GPU would have computed."""
 
-from memfit.ghost.values.computed_on_cpu import ops_computed_on_cpu
+from memfit.ghost.values.computed_ops import ops_computed_on_cpu
 
 EXPRESSIONS = """
     vals.max().item()
@@ -37,7 +37,48 @@ EXPRESSIONS = """
     written(lambda v: v.index_put_((vals[:1],), vals[2]))
     written(lambda v: v.masked_fill_(vals == 3, 8).zero_()[0].fill_(2))
     written(lambda v: v.__iadd__(v))
+    torch.arange(0, 10, 3, device=d).tolist() + torch.linspace(0, 1, 3, device=d).tolist()
+    torch.eye(3, device=d).sum().item() + torch.scalar_tensor(2.0, device=d).item()
+    torch.arange(vals.max(), device=d).tolist()
+    torch.nn.functional.one_hot(vals).tolist()
+    torch.nn.functional.one_hot(vals, 5).sum(0).tolist()
+    torch.nn.functional.pad(vals, (1, 2)).tolist()
+    vals.diff().tolist() + (10 - vals.float()).diff().tolist()
+    vals.repeat_interleave(vals).tolist() + torch.repeat_interleave(vals).tolist()
+    vals.masked_select(vals > 0).tolist() + vals.take(vals[:1]).tolist()
+    torch.unique(torch.cat([vals, vals]), return_counts=True)[1].tolist()
+    torch.bincount(vals).tolist() + torch.histc(vals.float(), bins=4, min=0, max=3).tolist()
+    torch.searchsorted(torch.arange(3, device=d), vals).tolist()
+    vals.expand(2, 3).sum(0).tolist() + vals.view(3, 1).expand(3, 2).t().reshape(-1).tolist()
+    [torch.equal(vals, vals + 1), torch.allclose(vals.float(), vals.float() + 1)]
+    torch.zeros(4, dtype=torch.long, device=d).scatter_(0, vals, 1).tolist()
+    torch.zeros(4, dtype=torch.long, device=d).scatter_add_(0, vals, torch.ones_like(vals)).tolist()
+    torch.zeros(4, dtype=torch.long, device=d).index_add_(0, vals, vals).tolist()
+    vals.data.sum().item() + vals.data[2].item()
+    written(lambda v: torch.add(v, 1, out=v))
+    written(lambda v: torch.maximum(v[1:], vals[1:] * 4, out=v[1:]))
+    written(lambda v: torch.cat([vals[:1], vals[1:]], out=v))
+    written(lambda v: torch._foreach_add_([v[:1], v[1:]], [vals[2:], vals[:2]]))
+    written(lambda v: torch._foreach_copy_([v], [vals]))
+    written(lambda v: v.data.mul_(2)[1:].sub_(1))
+    written(lambda v: v.detach()[1:].add_(1))
+    written(lambda v: v.cumsum_(0).masked_scatter_(vals > 0, vals))
+    written(lambda v: v.divide_(2, rounding_mode="floor").subtract_(1).eq_(2))
 """
+LARGE = """
+    (large(3) * 2 - 1).max().item()
+    (large(7) // 2 % 3)[5].item()
+    (large(200, torch.uint8) + 100).max().item()
+    (large(-7) // 2).min().item()
+    torch.where(large(2) > 1, large(5), large(6))[3].item()
+    large(0.1, torch.bfloat16).mul(3).add(1)[7].item()
+    large(2.0).sqrt_().mul_(3)[9].item()
+    large(2).sum().item() + large(1, torch.bool).view(100, 100).sum(1).max().item()
+    [(large(inf) - large(inf)).isnan().all().item(), (large(inf) * 0).isnan().any().item()]
+    [(large(inf) - 1).isinf().all().item(), (0.0 / large(0.0)).isnan().all().item()]
+    [(large(inf) - large(inf) == 0).any().item(), large(inf).sum().isinf().item()]
+"""
+LINES = [line.strip() for line in (EXPRESSIONS + LARGE).splitlines() if line]
 BOTH = f"""
     import torch
     def evaluate(d):
@@ -46,8 +87,10 @@ BOTH = f"""
             values = torch.full((3,), 7, device=d)
             write(values)
             return values.tolist()
-        names = dict(torch=torch, vals=vals, written=written, d=d)
-        return [eval(each, names) for each in {[line.strip() for line in EXPRESSIONS.split(chr(10))[1:-1]]!r}]
+        def large(value, dtype=None):
+            return torch.full((10_000,), value, dtype=dtype, device=d)
+        names = dict(torch=torch, vals=vals, written=written, d=d, large=large, inf=float("inf"))
+        return [eval(each, names) for each in {LINES!r}]
     on_cpu, on_gpu = evaluate("cpu"), evaluate("cuda")
     print([(n, a, b) for n, (a, b) in enumerate(zip(on_cpu, on_gpu)) if a != b], len(on_gpu))
 """
@@ -55,8 +98,35 @@ BOTH = f"""
 
 def test_what_follows_from_known_elements_is_read_as_computed(dry_run):
     run = dry_run(BOTH, options=("--to-end",))
-    assert run.out.splitlines()[0] == "[] 34", run.err
+    assert run.out.splitlines()[0] == "[] 72", run.err
     assert not [note for note in run.answer["notes"] if "GPU value" in note["text"]]
+
+
+SCALER = """
+    import torch
+    scaler, model = torch.amp.GradScaler("cuda"), torch.nn.Linear(4, 4).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for bad in (False, True):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 4, device="cuda")).sum()).backward()
+        if bad:
+            model.bias.grad.fill_(float("inf"))
+        version = model.weight._version
+        scaler.step(optimizer)
+        scaler.update()
+        print(model.weight._version > version, scaler.get_scale())
+"""
+
+
+def test_a_gradient_that_the_script_fills_with_infinity_skips_the_update(dry_run):
+    run = dry_run(SCALER, options=("--to-end",))
+    assert run.out.splitlines()[:2] == ["True 65536.0", "False 32768.0"]
+
+
+def test_floats_that_no_integer_holds_stay_unknown(dry_run):
+    """A GPU converts them in another way than a CPU does."""
+    code = "import torch\nx = torch.tensor([1.0, 3e9]).cuda()\nprint(x.int().tolist(), x[:1].int().tolist())"
+    assert dry_run(code).out.splitlines()[0] == "[0, 0] [1]"
 
 
 def test_a_sum_of_squares_that_nobody_computed_stays_unknown(dry_run):

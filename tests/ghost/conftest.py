@@ -65,7 +65,7 @@ def evaluate(on_ghost):
             values = install({options!r})
             d = "cuda"
             x = torch.randn(4, 10, device=d)
-            whole = torch.arange(5, device=d)
+            whole = torch.randint(5, (5,), device=d)
             """
         )
         script += textwrap.dedent(before)

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
 from memfit.ghost.note_callback_protocol import NoteCallback
-from memfit.ghost.values.known_values import is_plain_tensor
+from memfit.ghost.values.tensor_facts import is_plain_tensor
 from memfit.patching.patches import Patch
 from memfit.records import Provenance
 

@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from memfit.ghost.values.known_values import tensor_storage_address
+from memfit.ghost.values.tensor_facts import tensor_storage_address
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.host_tensors import HostTensors

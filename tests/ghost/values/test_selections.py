@@ -1,13 +1,15 @@
 """What a search among sampled elements finds is bounded by how many were sampled by another rule."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from memfit.ghost.values.known_values import KnownIndices, KnownValue, KnownValues
-from memfit.ghost.values.propagation_rules import RULES, KnownInputs, union_of_known_indices
+from memfit.ghost.values.known_values import KnownValues
+from memfit.ghost.values.propagation_rules import RULES, KnownInputs, pointwise_value, union_of_known_indices
+from memfit.ghost.values.tensor_facts import KnownIndices, KnownValue
 from support.scripts import check
 
 pytestmark = pytest.mark.warm
@@ -175,8 +177,9 @@ class Program:
 
     def apply(self, op, *args):
         name, _, overload = op.partition(".")
-        fact = RULES[op](self.inputs, *args)
-        result = getattr(getattr(torch.ops.aten, name), overload or "default")(*args)
+        of_op = getattr(getattr(torch.ops.aten, name), overload or "default")
+        fact = RULES.get(op, partial(pointwise_value, of_op))(self.inputs, *args)
+        result = of_op(*args)
         self.add(result, fact)
 
     def add(self, result, fact):

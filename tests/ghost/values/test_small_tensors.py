@@ -51,7 +51,7 @@ def test_a_new_tensor_at_the_address_of_an_exposed_storage_is_known(evaluate):
             "exposed.flatten().tolist()": [0, 0],  # a view shares the exposed storage
         },
         before="""
-        from memfit.ghost.values.known_values import KnownElements
+        from memfit.ghost.values.tensor_facts import KnownElements
         sizes, exposed = torch.tensor([4, 5, 6], device=d), torch.tensor([1, 2], device=d)
         exposed.data_ptr()
         torch.randn(9, device=d)  # a launch: the ghost remembers no bytes after it

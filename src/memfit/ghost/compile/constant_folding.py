@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memfit.ghost.values.known_values import KnownValue, KnownValues, is_plain_tensor
+from memfit.ghost.values.known_values import KnownValues
+from memfit.ghost.values.tensor_facts import KnownValue, is_plain_tensor
 from memfit.patching.patches import Patch
 
 _FOLDER = Patch(

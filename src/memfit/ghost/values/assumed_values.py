@@ -17,11 +17,11 @@ from memfit.errors import TargetError
 from memfit.ghost.note_callback_protocol import NoteCallback
 from memfit.ghost.rank_exchange_protocol import RankExchange
 from memfit.ghost.values.dtype_rounding import Number, round_to_dtype
-from memfit.ghost.values.known_values import (
+from memfit.ghost.values.known_values import KnownValues
+from memfit.ghost.values.tensor_facts import (
     KnownElements,
     KnownValue,
     KnownValueBasis,
-    KnownValues,
     TokenCountBasis,
     tensor_storage_address,
 )

@@ -5,22 +5,23 @@
     flags[1] = 5                                   a write through a view: the base's elements are known, too
 
 PyTorch's own kernel of the GPU runs as well, so every allocation is its own. What an op does is not stated
-here: it runs on copies of the known elements. One function covers the ops that PyTorch tags as pointwise, the
-reductions, and those that move elements.
+here: it runs on copies of the known elements. Which ops: ``computed_ops.py``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from memfit.dispatch_modes import without_dispatch_modes
-from memfit.ghost.values.known_values import (
+from memfit.ghost.values.known_values import KnownValues
+from memfit.ghost.values.tensor_facts import (
     AwaitedElements,
     KnownElements,
+    KnownValue,
     KnownValueBasis,
-    KnownValues,
+    TokenCountBasis,
     is_plain_tensor,
 )
 
@@ -28,50 +29,9 @@ _MOST = 4096
 """The largest tensor, in elements, whose elements are kept."""
 _PLACES = ("device", "pin_memory", "non_blocking", "layout")
 """Keyword arguments that say where a result is."""
+_CONVERTING = ("_to_copy", "copy_", "_foreach_copy_", "fill_", "__setitem__")
+"""Ops that may convert floats to integers."""
 _NO_ELEMENTS = (torch.complex64, torch.complex128, torch.complex32)
-_OTHERS = (
-    *("sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod", "mean", "mean.dim"),
-    *("max", "max.dim", "min", "min.dim", "amax", "amin", "aminmax", "argmax", "argmin", "count_nonzero"),
-    *("all", "all.dim", "all.dims", "any", "any.dim", "any.dims", "_is_all_true", "_is_any_true"),
-    *("cat", "stack", "clone", "_to_copy"),
-    *("index.Tensor", "index_select", "index_put_", "_index_put_impl_", "gather", "where.self"),
-    *("masked_fill.Scalar", "masked_fill_.Scalar", "index_fill_.int_Scalar", "index_copy_"),
-    *("scatter_.src", "scatter_.value", "scatter.src", "scatter.value", "isin.Tensor_Tensor"),
-    *("nonzero", "sort", "sort.stable", "topk", "flip", "roll", "repeat", "tril", "triu"),
-    *("zeros_like", "ones_like", "full_like", "linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim"),
-)
-"""Reductions, and ops that move elements. Not ``copy_``, ``fill_`` and ``zero_``: PyTorch's C++ code calls
-them on tensors that it keeps, such as the views of DDP's buckets, and an override makes Python objects of
-these. ``small_tensors.py`` wraps their methods."""
-
-
-_WITH_NUMBERS = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide")
-"""Methods that get a number as a tensor, which an override cannot pass on. ``small_tensors.py`` wraps their
-methods."""
-
-
-def ops_computed_on_cpu() -> tuple[str, ...]:
-    """Return the ATen ops, with their overloads, whose results follow from the elements of their inputs."""
-    return tuple(dict.fromkeys((*_pointwise(), *_OTHERS)))
-
-
-def _pointwise() -> Iterator[str]:
-    """Yield the methods of tensors that PyTorch tags as computing each element from those at its place."""
-    methods = {*dir(torch.Tensor)}
-    for qualified in torch._C._dispatch_get_all_op_names():
-        namespace, _, name = qualified.partition("::")
-        base, _, overload = name.partition(".")
-        if (
-            namespace != "aten"
-            or base not in methods
-            or "out" in overload
-            or base.rstrip("_") in _WITH_NUMBERS
-        ):
-            continue
-        op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
-        tags = getattr(op, "tags", ())
-        if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
-            yield name
 
 
 def may_have_known_elements(tensor: torch.Tensor) -> bool:
@@ -109,7 +69,8 @@ def compute_on_cpu(
     args: Sequence[Any],
     options: dict[str, Any],
     *,
-    writes: bool,
+    writes: bool = False,
+    creates: bool = False,
     needs_elements: bool = False,
 ) -> "Computed":
     """Return the elements of each result of an op; empty if they do not follow from its arguments.
@@ -119,7 +80,8 @@ def compute_on_cpu(
         op: an overload, or a function of PyTorch's.
         args: its arguments.
         options: the same, by keyword.
-        writes: whether it writes to the first of them.
+        writes: whether it writes to the first of them; one that writes to ``out`` returns it.
+        creates: whether it is a function that needs no tensor, such as ``torch.arange``.
         needs_elements: whether one of its tensors at least must be known by element, and not as a whole.
     """
     arguments = _Arguments(known)
@@ -128,11 +90,17 @@ def compute_on_cpu(
         moved = [arguments.on_cpu(each) for each in args[overwrites:]]
         if overwrites:
             moved = [arguments.overwritten(args[0]), *moved]
-        named = {name: arguments.on_cpu(each) for name, each in options.items() if name not in _PLACES}
+        given = {name: each for name, each in options.items() if name not in _PLACES}
+        out = given.pop("out", None)
+        named = {name: arguments.on_cpu(each) for name, each in given.items()}
     except _UnknownError:
         return ()
-    if not arguments.found and not arguments.depth:
+    if not arguments.found and not arguments.depth and not creates:
         return ()
+    if out is not None:
+        named["out"] = torch.empty(0, dtype=out.dtype, device="cpu")
+    if creates:
+        named["device"] = "cpu"
     if needs_elements and not arguments.by_element:
         return ()
     if arguments.depth:
@@ -250,6 +218,9 @@ class _AwaitedResults:
         return elements.values
 
 
+Fact = KnownValue | KnownElements | AwaitedElements
+Written = tuple[torch.Tensor, Fact]
+"""A tensor that was written, and what is known of it since."""
 Computed = tuple[KnownElements, ...] | _AwaitedResults
 """The elements of each result of an op; its results, if they follow from elements that another rank sends."""
 
@@ -263,25 +234,51 @@ def _compute(
     writes: bool,
 ) -> tuple[KnownElements, ...]:
     if writes:
-        args = [args[0].clone(), *args[1:]]
-    try:
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-            result = op(*args, **options)
-    except (RuntimeError, IndexError, TypeError):
-        return ()  # the CPU lacks this op for the dtype, or the op will raise on the GPU, too
-    routing, basis = max(each.routing for each in found), max(each.basis for each in found)
-    results = args[:1] if writes else _tensors(result)
+        args = [_kept(args[0]), *args[1:]]
+    results = run_on_cpu(op, args, options)
+    if results is not None and writes:
+        results = tensors_of(args[0])
+    if results is None:
+        return ()
+    if op.__name__.startswith(_CONVERTING) and not all(_holds(results[:1], each) for each in found):
+        return ()
+    routing = max((each.routing for each in found), default=TokenCountBasis.NONE)
+    basis = max((each.basis for each in found), default=KnownValueBasis.FILLED)
     return tuple(KnownElements(each.contiguous(), routing, basis) for each in results)
 
 
-def _tensors(result: Any) -> list[torch.Tensor]:
+def run_on_cpu(op: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> list[torch.Tensor] | None:
+    """Return what an op returns for tensors on the CPU; None if it fails.
+
+    The CPU may lack the op for a dtype, or the op will raise on the GPU, too.
+    """
+    try:
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            return tensors_of(op(*args, **options))
+    except (RuntimeError, IndexError, TypeError, NotImplementedError):
+        return None
+
+
+def _holds(converted: list[torch.Tensor], elements: KnownElements) -> bool:
+    """Return whether a dtype holds elements: GPUs convert floats out of its range in another way."""
+    floats = elements.values
+    if not floats.is_floating_point() or any(
+        each.is_floating_point() or each.dtype == torch.bool for each in converted
+    ):
+        return True
+    limits = torch.iinfo(converted[0].dtype)
+    return bool(((floats >= limits.min) & (floats < float(limits.max + 1))).all())
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """Return the tensors that an op returned."""
     results = result if isinstance(result, tuple | list) else (result,)
     return [each for each in results if isinstance(each, torch.Tensor)]
 
 
 def put_elements(known: KnownValues, result: Any, computed: Computed) -> bool:
     """Record the elements of new tensors; return whether all are known, or awaited."""
-    tensors = _tensors(result)
+    tensors = tensors_of(result)
     if isinstance(computed, _AwaitedResults):
         for index, on_gpu in enumerate(tensors):
             known.put(on_gpu, computed.result(index, on_gpu.shape, on_gpu.dtype), fresh=True)
@@ -296,35 +293,47 @@ def put_elements(known: KnownValues, result: Any, computed: Computed) -> bool:
     return True
 
 
-def elements_after_write(
-    known: KnownValues, written: torch.Tensor, computed: Computed
-) -> tuple[torch.Tensor, KnownElements | AwaitedElements] | None:
-    """Return the tensor that a write changes and its elements after it: of a view, those of its base.
-
-    None if they are not known. To be called before the write.
-    """
-    new: KnownElements | AwaitedElements
+def written_on_cpu(
+    known: KnownValues,
+    op: Callable[..., Any],
+    args: Sequence[Any],
+    options: dict[str, Any],
+    target: torch.Tensor,
+) -> Written | None:
+    """Return what an op writes to ``target``, its ``out`` or first argument, as ``after_write`` does."""
+    computed = compute_on_cpu(known, op, args, options, writes="out" not in options)
     if isinstance(computed, _AwaitedResults):
-        new = computed.result(0, written.shape, written.dtype)
-    elif len(computed) != 1 or computed[0].values.shape != written.shape:
+        return after_write(known, target, computed.result(0, target.shape, target.dtype))
+    if len(computed) != 1 or computed[0].values.shape != target.shape:
         return None
-    else:
-        new = computed[0]._replace(values=computed[0].values.to(written.dtype))
+    return after_write(known, target, computed[0]._replace(values=computed[0].values.to(target.dtype)))
+
+
+def after_write(known: KnownValues, written: torch.Tensor, new: Fact) -> Written | None:
+    """Return the tensor that a write changes and what is known of it after: of a view, its base.
+
+    None if nothing is known. To be called before the write.
+    """
     base = written._base
-    if base is None:
+    if base is None or (isinstance(new, KnownValue) and base.numel() == written.numel()):
         return written, new
     before = known.awaited(base) or known_elements(known, base)
     if before is None or not base.is_contiguous():
         return None
+    if isinstance(new, KnownValue):
+        new = KnownElements(
+            torch.full(written.shape, new.value, dtype=written.dtype, device="cpu"), basis=new.basis
+        )
     offset = int(written.storage_offset()) - int(base.storage_offset())
     merge = partial(_merged, shape=written.shape, strides=written.stride(), offset=offset)
     if isinstance(before, KnownElements) and isinstance(new, KnownElements):
         return base, merge(before, new)
-    depth = max(each.depth for each in (before, new) if isinstance(each, AwaitedElements))
+    both = (before, new)
+    depth = max(each.depth for each in both if isinstance(each, AwaitedElements))
 
     def have() -> KnownElements | None:
-        both = [each.have() if isinstance(each, AwaitedElements) else each for each in (before, new)]
-        return None if both[0] is None or both[1] is None else merge(both[0], both[1])
+        had = [each.have() if isinstance(each, AwaitedElements) else each for each in both]
+        return None if had[0] is None or had[1] is None else merge(had[0], had[1])
 
     return base, AwaitedElements(have, depth + 1)
 

@@ -16,14 +16,17 @@ allocate its result, is replaced.
     nested tensors for padded batches         the padded batch              the batch stays padded
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues
-from memfit.ghost.values.known_values import KnownValueBasis, TokenCountBasis
+from memfit.ghost.values.computed_on_cpu import known_elements, run_on_cpu
+from memfit.ghost.values.computed_ops import overload_of
+from memfit.ghost.values.tensor_facts import KnownValueBasis
 from memfit.ghost.values.value_options import chosen_element_count
 from memfit.patching.patches import Patch
 from memfit.user_lines import frame_locations
@@ -32,6 +35,8 @@ _CLASSES = 1000
 """Number of classes without an upper bound: that of ImageNet, the most common large label set."""
 
 _SHORT_SLICE = 2048
+_FOUND_ALONG = {"nonzero": None, "_unique2": None, "unique_consecutive": 2, "unique_dim": 0}
+"""Op -> which of its arguments after the tensor is the dimension along which its result has what it finds."""
 SIZED_KERNELS = Patch(
     "torch:ops.aten",
     *("nonzero", "_unique2", "unique_consecutive", "unique_dim", "_coalesce", "mode", "linalg_matrix_exp"),
@@ -88,15 +93,15 @@ def _answer_by_ghost(
     """Have the ghost answer the small copies that ``op`` makes with the number of elements found."""
 
     @overrides.add(op, key)
-    def count(run: Kernel, tensor: torch.Tensor, *args: object) -> object:
+    def count(run: Kernel, tensor: torch.Tensor, *args: Any) -> object:
         upper = bound(tensor, *args)
         if upper == 0:
             return run(tensor, *args)
         if op == "nonzero":
             upper = _max_nonzero(values, tensor)
         found = values.next_prepared()
-        if found is None and op == "nonzero":
-            found = _known_count(values, tensor)
+        if found is None:
+            found = _known_count(values, op, tensor, args)
         if found is None and op == "nonzero":
             found = values.found_in_forward(tensor)
         if found is None:
@@ -152,12 +157,17 @@ def _max_nonzero(values: AssumedValues, tensor: torch.Tensor) -> int:
     return min(known.exceptions or tensor.numel(), tensor.numel())
 
 
-def _known_count(values: AssumedValues, tensor: torch.Tensor) -> int | None:
-    """Return the number of nonzero elements of a tensor; None if it is not known, or rests on a check."""
-    elements = values.known.elements(tensor)  # first: another rank may send them
+def _known_count(values: AssumedValues, op: str, tensor: torch.Tensor, args: Sequence[Any]) -> int | None:
+    """Return how many elements an op finds in a tensor; None if it is not known, or rests on a check."""
+    elements = _elements_of(values, tensor)  # first: another rank may send them
+    if elements is not None and op in _FOUND_ALONG:
+        results = run_on_cpu(overload_of(op), [elements, *args], {})
+        along = _FOUND_ALONG[op]
+        dim = None if along is None or len(args) <= along else args[along]
+        return int(results[0].size(dim or 0)) if results else None
+    if op != "nonzero":
+        return None
     known = values.known.get(tensor)
-    if elements is not None and elements.routing is TokenCountBasis.NONE:
-        return int(elements.values.count_nonzero())
     if known is None or known.basis is KnownValueBasis.CHECKED:
         return None
     found = tensor.numel() if known.value else 0
@@ -167,6 +177,12 @@ def _known_count(values: AssumedValues, tensor: torch.Tensor) -> int | None:
     return found
 
 
+def _elements_of(values: AssumedValues, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the elements of a small tensor that the script has set; None if they are unknown or assumed."""
+    known = known_elements(values.known, tensor)
+    return None if known is None or known.routing or known.basis else known.values
+
+
 def _answer_by_reads(overrides: KernelOverrides, values: AssumedValues) -> None:
     """Prepare the values that ops without an upper bound read before they allocate their result."""
 
@@ -174,8 +190,10 @@ def _answer_by_reads(overrides: KernelOverrides, values: AssumedValues) -> None:
     def repeat_interleave(run: Kernel, repeats: torch.Tensor, *, output_size: int | None = None) -> object:
         if output_size is not None or repeats.numel() == 0:
             return run(repeats, output_size=output_size)
-        known = values.known.get(repeats)
-        if known is not None:
+        elements, known = _elements_of(values, repeats), values.known.get(repeats)
+        if elements is not None:
+            total = int(elements.sum())
+        elif known is not None:
             total = int(known.value) * repeats.numel()
         else:
             total = _repeated(values, repeats.numel())
@@ -186,7 +204,7 @@ def _answer_by_reads(overrides: KernelOverrides, values: AssumedValues) -> None:
     def one_hot(run: Kernel, tensor: torch.Tensor, num_classes: int = -1) -> object:
         if num_classes != -1 or type(tensor) is not torch.Tensor or tensor.numel() == 0:
             return run(tensor, num_classes)
-        with values.prepared(_classes(values, "one_hot", "num_classes") - 1):
+        with values.prepared(_largest(values, tensor, "one_hot", "num_classes")):
             return run(tensor)
 
     @overrides.add("bincount", "CUDA")
@@ -195,8 +213,8 @@ def _answer_by_reads(overrides: KernelOverrides, values: AssumedValues) -> None:
     ) -> object:
         if tensor.numel() == 0:
             return run(tensor, weights, minlength)
-        bins = minlength or _classes(values, "bincount", "minlength")
-        with values.prepared(bins - 1):
+        largest = minlength - 1 if minlength else _largest(values, tensor, "bincount", "minlength")
+        with values.prepared(largest):
             return run(tensor, weights, minlength)
 
 
@@ -226,14 +244,18 @@ def _repeated(values: AssumedValues, elements: int) -> int:
     return total
 
 
-def _classes(values: AssumedValues, op: str, argument: str) -> int:
+def _largest(values: AssumedValues, tensor: torch.Tensor, op: str, argument: str) -> int:
+    """Return the largest class in a tensor: the largest element, if known, or else as assumed or chosen."""
+    elements = _elements_of(values, tensor)
+    if elements is not None:
+        return int(elements.max())
     chosen = values.choose("count", op)
     given = type(chosen.value) is int  # a share has nothing to refer to
     classes = max(chosen.value, 1) if given else _CLASSES
     who = f"the user assumes that {op} finds" if given else f"{op} is assumed to find"
     text = f"{who} {classes:,} classes; pass {argument} to set the number of classes"
     _note(values, op, classes, text, chosen.given if given else "")
-    return classes
+    return classes - 1
 
 
 def _note(

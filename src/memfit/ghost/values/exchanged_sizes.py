@@ -16,10 +16,10 @@ import torch
 
 from memfit.ghost.kernel_override_registry import Kernel, KernelOverrides
 from memfit.ghost.values.assumed_values import AssumedValues
-from memfit.ghost.values.known_values import KnownElements, KnownValue, TokenCountBasis
-from memfit.ghost.values.received_from_rank import track_sent_elements
-from memfit.ghost.values.sent_elements import Combination, exchange_elements, key_of_call
+from memfit.ghost.values.received_from_rank import flat, track_sent_elements
+from memfit.ghost.values.sent_elements import Combination, exchange_elements, key_of_call, put_received
 from memfit.ghost.values.small_tensors import even_class_counts
+from memfit.ghost.values.tensor_facts import KnownElements, KnownValue, TokenCountBasis
 from memfit.ghost.values.value_options import chosen_element_count
 from memfit.patching.patches import Patch
 
@@ -33,15 +33,14 @@ _RECEIVING = Patch(
 """The methods whose first argument receives from other ranks."""
 _FUNCTIONAL = Patch(
     "torch:ops._c10d_functional",
-    *("all_to_all_single", "all_gather_into_tensor", "all_reduce", "all_reduce_"),
+    *("all_to_all_single", "all_gather_into_tensor", "all_reduce", "all_reduce_", "reduce_scatter_tensor"),
     why="know sizes that ranks exchange",
     source="torch/csrc/distributed/c10d/Functional.cpp",
 )
 
-_UNCHANGED = ("AVG", "MIN", "MAX")
-"""Reductions of equal operands that return the operand; NCCL has none of bits."""
-
 Fact = KnownValue | KnownElements | None
+_ROUTING = ("allgather", "_allgather_base", "all_gather_single", "alltoall_base", "all_to_all_single")
+"""The methods that exchange counts of tokens by expert."""
 
 
 def track_exchanged_values(values: AssumedValues) -> None:
@@ -51,14 +50,8 @@ def track_exchanged_values(values: AssumedValues) -> None:
     """
     if not torch.distributed.is_available():
         return
-    exchanges: dict[str, Callable[..., Facts]] = {
-        **dict.fromkeys(("allreduce", "allreduce_coalesced"), _reduce_all),
-        **dict.fromkeys(("allgather",), _gather_lists),
-        **dict.fromkeys(("_allgather_base", "all_gather_single"), _gather),
-        **dict.fromkeys(("alltoall_base", "all_to_all_single"), _swap),
-    }
     for name in _RECEIVING.present():
-        _RECEIVING.wrap(name, partial(_receive, values, name, exchanges.get(name, _nothing)))
+        _RECEIVING.wrap(name, partial(_receive, values, name))
     track_sent_elements(values)
 
 
@@ -66,70 +59,63 @@ def override_functional_collectives(values: AssumedValues) -> KernelOverrides:
     """Do the same for the functional collectives, which call no method; return the overrides."""
     overrides = KernelOverrides(_FUNCTIONAL)
 
-    def group_of(name: str) -> Any:
+    def follow(
+        name: str,
+        group_name: str,
+        tensor: torch.Tensor,
+        combination: Callable[[Any], Combination],
+        run: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
         from torch.distributed import distributed_c10d
 
         resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-        return resolve(name)
+        group = resolve(group_name)
+        key = key_of_call(values, "functional", group) if values.senders_exist else ""
+        received: list[tuple[Any, Combination]] = []
+        finish = exchange_elements(values, key, group, tensor, received)
+        combine = combination(group)
+        (fact,) = _if_alike(values, group, name, tensor, [combine])
+        result = run()
+        fact = _received(values, fact, result)
+        values.known.put(result, fact, fresh=result is not tensor)
+        received.append((result, combine))
+        if fact is None:
+            finish()
+        return result
 
     @overrides.add("all_to_all_single", "CUDA")
-    def all_to_all_single(
-        run: Kernel, tensor: torch.Tensor, received: Any, sent: Any, group_name: str
-    ) -> object:
-        group = group_of(group_name)
-        is_equal = _equal(received) and _equal(sent)
-        fact = _swapped(values, group, tensor) if is_equal else None
-        combination = partial(_swap_parts, group) if is_equal else _unknown
-        return follow(group, tensor, combination, fact, lambda: run(tensor, received, sent, group_name))
+    def all_to_all_single(run: Kernel, tensor: torch.Tensor, received: Any, sent: Any, name: str) -> object:
+        def combination(group: Any) -> Combination:
+            return partial(_swap_parts, group) if _equal(received) and _equal(sent) else _unknown
+
+        return follow(
+            "all_to_all_single", name, tensor, combination, lambda: run(tensor, received, sent, name)
+        )
 
     @overrides.add("all_gather_into_tensor", "CUDA")
-    def all_gather_into_tensor(run: Kernel, tensor: torch.Tensor, size: int, group_name: str) -> object:
-        group = group_of(group_name)
-        fact = _gathered(values, group, tensor)
-        return follow(group, tensor, _join_parts, fact, lambda: run(tensor, size, group_name))
+    def all_gather_into_tensor(run: Kernel, tensor: torch.Tensor, size: int, name: str) -> object:
+        return follow("allgather", name, tensor, lambda _: _join_parts, lambda: run(tensor, size, name))
+
+    @overrides.add("reduce_scatter_tensor", "CUDA")
+    def reduce_scatter(run: Kernel, tensor: torch.Tensor, reduction: str, size: int, name: str) -> object:
+        def combination(group: Any) -> Combination:
+            return partial(_reduce_own_part, group, reduction.upper())
+
+        return follow("", name, tensor, combination, lambda: run(tensor, reduction, size, name))
 
     for op in ("all_reduce", "all_reduce_"):
 
         @overrides.add(op, "CUDA")
-        def all_reduce(run: Kernel, tensor: torch.Tensor, reduction: str, group_name: str) -> object:
-            group, name = group_of(group_name), reduction.upper()
-            fact = _reduced(values, group, tensor, name)
-            reduce = partial(_reduce_parts, name)
-            return follow(group, tensor, reduce, fact, lambda: run(tensor, reduction, group_name))
-
-    def follow(
-        group: Any,
-        tensor: torch.Tensor,
-        combination: Combination,
-        fact: Fact,
-        run: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
-        key = key_of_call(values, "functional", group) if values.senders_exist else ""
-        received: list[tuple[Any, Combination]] = []
-        finish = exchange_elements(values, key, group, tensor, received)
-        result = run()
-        values.known.put(result, _received(values, fact), fresh=result is not tensor)
-        received.append((result, combination))
-        if _received(values, fact) is None:
-            finish()
-        return result
+        def all_reduce(run: Kernel, tensor: torch.Tensor, reduction: str, name: str) -> object:
+            combination = partial(_reduce_parts, reduction.upper())
+            return follow("", name, tensor, lambda _: combination, lambda: run(tensor, reduction, name))
 
     return overrides
-
-
-def _received(values: AssumedValues, fact: Fact) -> Fact:
-    """Return what is known of a received tensor if the other ranks send what this one sends.
-
-    Ranks that exist send what they have; only how they route is assumed.
-    """
-    routed = isinstance(fact, KnownElements) and fact.routing is TokenCountBasis.RECEIVED
-    return fact if routed or not values.senders_exist else None
 
 
 def _receive(
     values: AssumedValues,
     name: str,
-    exchange: Callable[..., Any],
     method: Callable[..., Any],
     group: Any,
     *arguments: Any,
@@ -139,28 +125,87 @@ def _receive(
     if group.size() == 1:
         return method(group, *arguments, **options)
     given = (*arguments, *options.values())
-    facts = exchange(values, group, *given)
-    finish = _begin_exchange(values, name, group, given) if values.senders_exist else []
-    _forget(values, given[:1])
+    sends = _SENDS[name](group, *given) if name in _SENDS else []
+    facts: dict[int, tuple[torch.Tensor, Fact]] = {}
+    for sent, receivers in sends:
+        alike = _if_alike(values, group, name, sent, [combination for _, combination in receivers])
+        facts |= {
+            id(to): (to, _received(values, fact, to)) for (to, _), fact in zip(receivers, alike, strict=True)
+        }
+    keys = [key_of_call(values, name, group) for _ in sends] if values.senders_exist else []
+    finish = [exchange_elements(values, key, group, *each) for key, each in zip(keys, sends, strict=False)]
     result = method(group, *arguments, **options)
-    received = [(tensor, _received(values, fact)) for tensor, fact in facts]
-    for tensor, fact in received:
-        values.known.put(tensor, fact)
-    if not any(fact is not None for _, fact in received):
+    for tensor in flat(given[:1]):
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in facts:
+            values.known.forget(tensor)
+    for tensor, fact in facts.values():
+        put_received(values.known, tensor, fact)
+    if not any(fact is not None for _, fact in facts.values()):
         for each in finish:
             each()
     return result
 
 
-def _begin_exchange(
-    values: AssumedValues, name: str, group: Any, given: tuple[Any, ...]
-) -> list[Callable[[], None]]:
-    """Leave what this rank sends in a collective of ranks that exist; return what to call after it."""
-    if name not in _SENDS:
-        return []
-    sends = _SENDS[name](group, *given)
-    keys = [key_of_call(values, name, group) for _ in sends]
-    return [exchange_elements(values, key, group, *each) for key, each in zip(keys, sends, strict=True)]
+def _received(values: AssumedValues, fact: Fact, to: torch.Tensor) -> Fact:
+    """Return what is known of a received tensor if the other ranks send what this one sends.
+
+    Ranks that exist send what they have; only how they route is assumed.
+    """
+    if isinstance(fact, KnownElements):
+        if fact.values.numel() != to.numel() or (values.senders_exist and not fact.routing):
+            return None
+        return fact._replace(values=fact.values.to(to.dtype).reshape(to.shape))
+    return None if values.senders_exist else fact
+
+
+def _if_alike(
+    values: AssumedValues, group: Any, name: str, sent: torch.Tensor, combinations: list[Combination]
+) -> list[Fact]:
+    """Return what each combination makes of what the ranks send, if all send what this one sends."""
+    own, size = _own(values, sent), int(group.size())
+    if own is None:
+        return [None] * len(combinations)
+    if isinstance(own, KnownValue):
+        uniform = torch.full((size,), own.value, dtype=sent.dtype, device="cpu")
+        made = [combination([uniform] * size) for combination in combinations]
+        return [None if each is None else own._replace(value=each[0].to(sent.dtype).item()) for each in made]
+    parts = [own.values] * size
+    if own.routing is TokenCountBasis.SENT and name in _ROUTING and own.values.numel() % size == 0:
+        own = own._replace(routing=TokenCountBasis.RECEIVED)
+        parts = _routed_parts(values, group, own.values)
+    made = [combination(parts) for combination in combinations]
+    return [None if each is None else own._replace(values=each) for each in made]
+
+
+def _own(values: AssumedValues, tensor: torch.Tensor) -> Fact:
+    awaits = values.known.awaited(tensor) is not None
+    if awaits and (values.senders_exist or tensor.is_floating_point()):
+        return None  # weights that another rank sent await nothing here
+    return values.known.elements(tensor) or values.known.get(tensor)
+
+
+def _routed_parts(values: AssumedValues, group: Any, counts: torch.Tensor) -> list[torch.Tensor]:
+    """Return the counts that each rank sends: this rank's, but those of this rank's experts."""
+    size = int(group.size())
+    rows = counts.flatten().repeat(size, 1)
+    width = rows.size(1) // size
+    rows[:, group.rank() * width : (group.rank() + 1) * width] = _routed(values, rows[0], size)
+    return [row.view(counts.shape) for row in rows]
+
+
+def _name_of_reduction(reduction: tuple[Any, ...]) -> str:
+    chosen = getattr(reduction[0], "reduceOp", reduction[0]) if reduction else None
+    return "SUM" if chosen is None else str(getattr(chosen, "op", chosen).name)
+
+
+def _is_root(group: Any, reduction: tuple[Any, ...]) -> bool:
+    root = getattr(reduction[0], "rootRank", reduction[0]) if reduction else 0
+    return int(root) == int(group.rank())
+
+
+def _equal(split: Any) -> bool:
+    """Return whether a list of split sizes asks for equal parts; what else the argument may be does, too."""
+    return not isinstance(split, Sequence) or len(set(split)) <= 1
 
 
 Sends = list[tuple[Any, list[tuple[Any, Combination]]]]
@@ -171,6 +216,26 @@ def _sends_of_reduction(_group: Any, tensors: Any, *reduction: Any) -> Sends:
     reduce = partial(_reduce_parts, _name_of_reduction(reduction))
     listed = tensors if isinstance(tensors, list | tuple) else [tensors]
     return [(tensor, [(tensor, reduce)]) for tensor in listed]
+
+
+def _sends_to_root(group: Any, tensors: Any, *reduction: Any) -> Sends:
+    sends = _sends_of_reduction(group, tensors, *reduction)
+    return [(tensor, received if _is_root(group, reduction) else []) for tensor, received in sends]
+
+
+def _sends_of_parts(group: Any, output: Any, tensor: Any, *reduction: Any) -> Sends:
+    return [(tensor, [(output, partial(_reduce_own_part, group, _name_of_reduction(reduction)))])]
+
+
+def _sends_of_lists(group: Any, outputs: Any, inputs: Any, *reduction: Any) -> Sends:
+    if not isinstance(inputs, list | tuple) or not isinstance(inputs[0], list | tuple):
+        return []  # the overload for one tensor
+    reduce = partial(_reduce_parts, _name_of_reduction(reduction))
+    return [
+        (tensor, [(output, reduce)] if rank == group.rank() else [])
+        for output, parts in zip(outputs, inputs, strict=True)
+        for rank, tensor in enumerate(parts)
+    ]
 
 
 def _sends_of_gather(_group: Any, output: Any, tensor: Any, *_: object) -> Sends:
@@ -197,6 +262,9 @@ _SENDS: dict[str, Callable[..., Sends]] = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced"), _sends_of_reduction),
     **dict.fromkeys(("_allgather_base", "all_gather_single"), _sends_of_gather),
     "allgather": _sends_of_gathered_lists,
+    "reduce": _sends_to_root,
+    "reduce_scatter": _sends_of_lists,
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), _sends_of_parts),
     **dict.fromkeys(("alltoall_base", "all_to_all_single"), _sends_of_swap),
 }
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -212,128 +280,23 @@ def _reduce_parts(name: str, parts: list[torch.Tensor]) -> torch.Tensor | None:
     return _REDUCTIONS[name](torch.stack(parts)) if name in _REDUCTIONS else None
 
 
+def _reduce_own_part(group: Any, name: str, parts: list[torch.Tensor]) -> torch.Tensor | None:
+    reduced = _reduce_parts(name, parts)
+    return None if reduced is None else reduced.reshape(group.size(), -1)[group.rank()]
+
+
 def _join_parts(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def _swap_parts(group: Any, parts: list[torch.Tensor]) -> torch.Tensor:
-    rows = [part.reshape(group.size(), -1)[group.rank()] for part in parts]
-    return torch.cat(rows)
+def _swap_parts(group: Any, parts: list[torch.Tensor]) -> torch.Tensor | None:
+    if parts[0].numel() % group.size():
+        return None
+    return torch.cat([part.reshape(group.size(), -1)[group.rank()] for part in parts])
 
 
 def _unknown(_parts: list[torch.Tensor]) -> None:
     """Know nothing of what is received."""
-
-
-def _forget(values: AssumedValues, received: object) -> None:
-    for part in received if isinstance(received, list | tuple) else ():
-        if isinstance(part, torch.Tensor):
-            values.known.forget(part)
-        _forget(values, part)
-
-
-Facts = list[tuple[torch.Tensor, Fact]]
-
-
-def _nothing(*_: object) -> Facts:
-    return []
-
-
-def _reduce_all(values: AssumedValues, group: Any, tensors: Any, *reduction: Any) -> Facts:
-    """Return what an all-reduce leaves in tensors; without a reduction, it is a sum."""
-    name = _name_of_reduction(reduction)
-    listed = tensors if isinstance(tensors, list | tuple) else [tensors]
-    return [(tensor, _reduced(values, group, tensor, name)) for tensor in listed]
-
-
-def _name_of_reduction(reduction: tuple[Any, ...]) -> str:
-    chosen = getattr(reduction[0], "reduceOp", reduction[0]) if reduction else None
-    return "SUM" if chosen is None else str(getattr(chosen, "op", chosen).name)
-
-
-def _reduced(values: AssumedValues, group: Any, tensor: torch.Tensor, reduction: str) -> Fact:
-    """Return what a reduction of tensors returns that all are as this rank's."""
-    fact = _own(values, tensor)
-    if fact is None or reduction in _UNCHANGED:
-        return fact
-    if reduction not in ("SUM", "PRODUCT"):
-        return None
-    size = int(group.size())
-    if isinstance(fact, KnownValue):
-        return fact._replace(value=fact.value * size if reduction == "SUM" else fact.value**size)
-    reduced = fact.values * size if reduction == "SUM" else fact.values**size
-    return fact._replace(values=reduced.to(tensor.dtype))
-
-
-def _gather(
-    values: AssumedValues, group: Any, output: torch.Tensor, tensor: torch.Tensor, *_: object
-) -> Facts:
-    return [(output, _gathered(values, group, tensor))]
-
-
-def _gather_lists(values: AssumedValues, group: Any, outputs: Any, inputs: Any, *_: object) -> Facts:
-    if not isinstance(inputs, list | tuple):
-        return []  # the overload for one tensor
-    facts: Facts = []
-    for parts, tensor in zip(outputs, inputs, strict=True):
-        fact = _gathered(values, group, tensor)
-        if isinstance(fact, KnownElements):
-            rows = fact.values.view(group.size(), *tensor.shape)
-            facts += [
-                (part, fact._replace(values=row))
-                for part, row in zip(parts, rows, strict=True)
-                if part.shape == tensor.shape
-            ]
-        else:
-            facts += [(part, fact) for part in parts]
-    return facts
-
-
-def _swap(
-    values: AssumedValues, group: Any, output: torch.Tensor, tensor: torch.Tensor, *splits: object
-) -> Facts:
-    if not all(_equal(split) for split in splits[:2]):
-        return []
-    return [(output, _swapped(values, group, tensor))]
-
-
-def _equal(split: Any) -> bool:
-    """Return whether a list of split sizes asks for equal parts; what else the argument may be does, too."""
-    return not isinstance(split, Sequence) or len(set(split)) <= 1
-
-
-def _own(values: AssumedValues, tensor: torch.Tensor) -> Fact:
-    awaits = values.known.awaited(tensor) is not None
-    if awaits and (values.senders_exist or tensor.is_floating_point()):
-        return None  # weights that another rank sent await nothing here
-    return values.known.elements(tensor) or values.known.get(tensor)
-
-
-def _gathered(values: AssumedValues, group: Any, tensor: torch.Tensor) -> Fact:
-    """Return what ranks gather that each send what this one sends, as one tensor with a row for each."""
-    fact = _own(values, tensor)
-    if not isinstance(fact, KnownElements):
-        return fact
-    size = int(group.size())
-    rows = fact.values.flatten().repeat(size, 1)
-    if fact.routing is TokenCountBasis.SENT and rows.size(1) % size == 0:
-        width = rows.size(1) // size
-        mine = slice(group.rank() * width, (group.rank() + 1) * width)
-        rows[:, mine] = _routed(values, rows[0], size)
-        fact = fact._replace(routing=TokenCountBasis.RECEIVED)
-    return fact._replace(values=rows.flatten())
-
-
-def _swapped(values: AssumedValues, group: Any, tensor: torch.Tensor) -> Fact:
-    """Return what this rank receives if each rank sends to it what it would send to itself."""
-    fact = _own(values, tensor)
-    size = int(group.size())
-    if not isinstance(fact, KnownElements) or fact.values.numel() % size:
-        return fact if isinstance(fact, KnownValue) else None
-    flat = fact.values.flatten()
-    if fact.routing is TokenCountBasis.SENT:
-        return KnownElements(_routed(values, flat, size).flatten(), TokenCountBasis.RECEIVED)
-    return fact._replace(values=flat.view(size, -1)[group.rank()].repeat(size))
 
 
 def _routed(values: AssumedValues, counts: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -31,32 +31,34 @@ from memfit.ghost.note_callback_protocol import NoteCallback
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explain_gpu_read
 from memfit.ghost.values.computed_on_cpu import (
-    Computed,
+    Written,
     compute_on_cpu,
-    elements_after_write,
+    known_elements,
     may_have_known_elements,
-    ops_computed_on_cpu,
     put_elements,
+    tensors_of,
+    written_on_cpu,
 )
+from memfit.ghost.values.computed_ops import is_pointwise, ops_computed_on_cpu, overload_of
 from memfit.ghost.values.data_dependent_sizes import SIZED_KERNELS, override_ops_with_data_dependent_sizes
 from memfit.ghost.values.dtype_rounding import Number
 from memfit.ghost.values.exchanged_sizes import override_functional_collectives
-from memfit.ghost.values.known_values import (
-    KnownElements,
-    KnownIndices,
-    KnownValue,
-    KnownValueBasis,
-    KnownValues,
-    is_plain_tensor,
-)
+from memfit.ghost.values.known_values import KnownValues
 from memfit.ghost.values.propagation_rules import (
     RULES,
     KnownInputs,
     PropagationRule,
     found_inf_after_unscale,
     loss_scale_after_update,
+    pointwise_value,
 )
 from memfit.ghost.values.received_from_rank import override_functional_broadcasts
+from memfit.ghost.values.tensor_facts import (
+    KnownElements,
+    KnownValue,
+    KnownValueBasis,
+    is_plain_tensor,
+)
 from memfit.ghost.values.value_options import GpuValueOptions
 from memfit.ghost.values.value_tracking_patches import patch_torch_to_track_values
 from memfit.patching.patches import Patch
@@ -119,7 +121,7 @@ def answer_gpu_reads(
     _answer_scalars(overrides, values, ghost)
     _answer_checks(overrides, values, inputs)
     for op in dict.fromkeys((*RULES, *_COMPUTED)):
-        _track(overrides, inputs, op, RULES.get(op, _no_rule))
+        _track(overrides, inputs, op)
     _track_grad_scaler(overrides, inputs)
     _track_constants(overrides, values, ghost)
     override_ops_with_data_dependent_sizes(overrides, values, ghost)
@@ -156,9 +158,14 @@ def _answer_scalars(overrides: KernelOverrides, values: AssumedValues, ghost: Gh
 def _answer_checks(overrides: KernelOverrides, values: AssumedValues, inputs: KnownInputs) -> None:
     """Answer reads that ops make to check their arguments or to compare two tensors."""
 
-    def agree(run: Kernel, a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any) -> object:
-        known = RULES["eq.Tensor"](inputs, a, b)
-        if isinstance(known, KnownIndices) or (known is not None and known.exceptions):
+    def agree(
+        op: Callable[..., bool], run: Kernel, a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any
+    ) -> object:
+        elements = [known_elements(values.known, each) for each in (a, b)]
+        known = pointwise_value(torch.ops.aten.eq.Tensor, inputs, a, b)
+        if all(each is not None and not each.basis for each in elements) and a.dtype == b.dtype:
+            known = KnownValue(op(*(each.values for each in elements if each is not None), *args, **options))
+        elif known is not None and known.exceptions:
             known = None
         if known is None and a.dtype == torch.bool and not a.dim():
             # How PyTorch tests a boolean scalar (``is_scalar_tensor_true``, ATen, 2.14): ``b`` is True.
@@ -173,8 +180,8 @@ def _answer_checks(overrides: KernelOverrides, values: AssumedValues, inputs: Kn
             values.assume("a comparison", "all", chosen.value, text)
         return result
 
-    overrides.add("equal", "CUDA")(agree)
-    overrides.add("allclose", "CUDA")(agree)
+    overrides.add("equal", "CUDA")(partial(agree, torch.equal))
+    overrides.add("allclose", "CUDA")(partial(agree, torch.allclose))
 
     @overrides.add("cov", "AutogradCUDA")
     def cov(run: Kernel, tensor: torch.Tensor, **options: Any) -> object:
@@ -197,76 +204,83 @@ def _no_rule(*_: object, **__: object) -> None:
     """Know nothing of a result."""
 
 
-def _track(overrides: KernelOverrides, inputs: KnownInputs, op: str, rule: PropagationRule) -> None:
-    """Record the elements of ``op``'s result, computed on the CPU, or else its value if ``rule`` knows it."""
-    packet = getattr(torch.ops.aten, op.partition(".")[0])
-    overload = getattr(packet, op.partition(".")[2] or "default", None)
+def _track(overrides: KernelOverrides, inputs: KnownInputs, op: str) -> None:
+    """Record the elements of ``op``'s result, computed on the CPU, or else its value if a rule knows it."""
+    overload = overload_of(op)
     if overload is None:
         return
+    rule = RULES.get(op, partial(pointwise_value, overload) if is_pointwise(op) else _no_rule)
     has_rule = rule is not _no_rule
-    known = inputs.known
-    compute = partial(_compute, known, overload) if op in _COMPUTED else _compute_nothing
+    known, call = inputs.known, partial(_call, overload) if op.endswith((".Tensor", "out")) else _run
 
     def track(run: Kernel, *args: Any, **options: Any) -> object:
-        computed = compute(args, options, needs_elements=has_rule)
-        fact = None if computed else rule(inputs, *args, **options)
-        if not computed and fact is None and has_rule:  # perhaps of uniform tensors, but not uniform itself
-            computed = compute(args, options)
-        if op.endswith(".Tensor") and any(isinstance(arg, bool | int | float | complex) for arg in args):
-            # A number that C++ had wrapped in a tensor arrives unwrapped; only the packet wraps it again.
-            with torch._C._AutoDispatchBelowAutograd():
-                result = packet(*args, **options)
-        else:
-            result = run(*args, **options)
-        if computed:
-            with without_dispatch_modes():
-                computed = computed if put_elements(known, result, computed) else ()
-        if not computed and has_rule:
-            first: Any = result[0] if isinstance(result, tuple) else result
+        result = call(run, args, options)
+        is_small = _are_small(args) and all(map(may_have_known_elements, tensors_of(result)))
+        if is_small and _record(known, overload, args, options, result, needs_elements=has_rule):
+            return result
+        fact = rule(inputs, *args, **options)
+        if fact is not None:
+            first = tensors_of(result)[0]
             if first.is_cuda:
                 known.put(first, fact, fresh=True)
+        elif is_small and has_rule:  # perhaps of uniform tensors, but not uniform itself
+            _record(known, overload, args, options, result)
         return result
 
-    overrides.add(op, "AutogradCUDA")(
-        partial(_write, known, compute) if overload._schema.is_mutable else track
-    )
+    write = partial(_write, inputs, overload, rule if is_pointwise(op) else _no_rule, call)
+    overrides.add(op, "AutogradCUDA")(write if overload._schema.is_mutable else track)
 
 
 def _write(
-    known: KnownValues, compute: Callable[..., Computed], run: Kernel, *args: Any, **options: Any
+    inputs: KnownInputs,
+    overload: Any,
+    rule: PropagationRule,
+    call: Callable[..., object],
+    run: Kernel,
+    *args: Any,
+    **options: Any,
 ) -> object:
-    """Run an op that writes to its first argument; record the elements that this has then."""
-    computed = compute(args, options)
-    if not computed:
-        return run(*args, **options)
-    with without_dispatch_modes():
-        written = elements_after_write(known, args[0], computed)
-    result = run(*args, **options)
+    """Run an op that writes to its first argument or to ``out``; record what this holds then."""
+    known, target = inputs.known, options.get("out", args[0])
+    written: Written | None = None
+    if target.is_cuda and _are_small((target, *args)):
+        with without_dispatch_modes():
+            written = written_on_cpu(known, overload, args, options, target)
+    if written is None and "out" not in options and known.is_whole(target):
+        fact = rule(inputs, *args, **options)
+        written = (target, fact) if isinstance(fact, KnownValue) else None
+    result = call(run, args, options)
     if written is not None:
         with without_dispatch_modes():
             known.put(*written)
     return result
 
 
-def _compute(
+def _record(
     known: KnownValues,
     overload: Any,
     args: Sequence[Any],
     options: dict[str, Any],
+    result: object,
     *,
     needs_elements: bool = False,
-) -> Computed:
-    """Return what an op computes, on the CPU; empty if its tensors are large or unknown."""
-    if not _are_small(args):
-        return ()
-    writes = overload._schema.is_mutable
+) -> bool:
+    """Record what the CPU computes of an op's results; return whether it did."""
     with without_dispatch_modes():
-        return compute_on_cpu(known, overload, args, options, writes=writes, needs_elements=needs_elements)
+        computed = compute_on_cpu(known, overload, args, options, needs_elements=needs_elements)
+        return bool(computed) and put_elements(known, result, computed)
 
 
-def _compute_nothing(*_: object, **__: object) -> Computed:
-    """Stand for ``_compute`` of an op that has a rule alone."""
-    return ()
+def _run(run: Kernel, args: Sequence[Any], options: dict[str, Any]) -> object:
+    return run(*args, **options)
+
+
+def _call(overload: Any, run: Kernel, args: Sequence[Any], options: dict[str, Any]) -> object:
+    """Run an op; only its packet wraps a number in a tensor again, which C++ had wrapped."""
+    if any(isinstance(arg, bool | int | float | complex) for arg in args):
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload._overloadpacket(*args, **options)
+    return run(*args, **options)
 
 
 def _are_small(args: Sequence[Any]) -> bool:
@@ -283,9 +297,13 @@ def _track_grad_scaler(overrides: KernelOverrides, inputs: KnownInputs) -> None:
     """Track the loss scale exactly, so that no step is skipped by mistake and ``get_scale()`` is right."""
 
     @overrides.add("_amp_foreach_non_finite_check_and_unscale_", "AutogradCUDA")
-    def unscale(run: Kernel, gradients: object, found_inf: torch.Tensor, inv_scale: object) -> None:
+    def unscale(
+        run: Kernel, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: object
+    ) -> None:
         known = found_inf_after_unscale(inputs, gradients, found_inf, inv_scale)
         run(gradients, found_inf, inv_scale)
+        for gradient in gradients:  # their versions stay
+            inputs.known.forget(gradient)
         inputs.known.put(found_inf, known)
 
     @overrides.add("_amp_update_scale_", "AutogradCUDA")

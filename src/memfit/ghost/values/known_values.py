@@ -20,112 +20,29 @@ place. Source: ``can_accumulate_inplace``, torch/csrc/autograd/input_buffer.cpp.
 """
 
 import math
-from collections.abc import Callable
-from enum import IntEnum
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from memfit.ghost.values.dtype_rounding import Number, round_to_dtype
+from memfit.ghost.values.dtype_rounding import round_to_dtype
+from memfit.ghost.values.tensor_facts import (
+    AwaitedElements,
+    KnownElements,
+    KnownIndices,
+    KnownValue,
+    TensorState,
+    TokenCountBasis,
+    tensor_storage_address,
+    tensor_storage_id,
+    versions_of,
+)
 
-_data_ptr = (
-    torch.Tensor.data_ptr
-)  # the original: ``value_tracking_patches.py`` wraps the method that scripts call
-
-
-class KnownValueBasis(IntEnum):
-    """The basis of a known value, most certain first; a result has the least certain basis of its inputs."""
-
-    FILLED = 0  # the script set the value, or it follows from values that the script set
-    FINITE = 1  # assumed: no value overflows or is NaN
-    CHECKED = 2  # assumed: checks on values pass, and searches find nothing
-
-
-class TensorState(NamedTuple):
-    """A tensor as it was at one moment."""
-
-    tensor: TensorWeakRef
-    storage: int
-    address: int  # of the storage's memory; it changes if the storage is resized
-    part: tuple[object, ...]  # see ``_part``
-    version: int
-    dtype: torch.dtype
-
-    def is_alive(self) -> bool:
-        """Return whether the tensor still exists, in the same storage."""
-        noted = self.tensor()
-        return noted is not None and tensor_storage_id(noted) == self.storage
-
-    def is_unchanged(self, storage: int, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor has this storage, and nothing has been written to it since."""
-        return (
-            self.storage == storage
-            and self.version == tensor._version
-            and self.dtype == tensor.dtype
-            and self.address == tensor_storage_address(tensor)
-            and not tensor.is_neg()
-            and self.is_alive()
-        )
-
-
-class KnownIndices(NamedTuple):
-    """Indices into a vector: all but ``others`` of them are those of elements that hold one value.
-
-    Rules: ``propagation_rules.py``.
-    """
-
-    source: TensorState
-    value: Number
-    others: int = 0
-
-
-class KnownValue(NamedTuple):
-    """The value of every element of a tensor, a number of exceptions aside."""
-
-    value: Number
-    basis: KnownValueBasis = KnownValueBasis.FILLED
-    exceptions: int = 0
-    """The largest number of elements that may differ: those written by index since."""
-    selection: KnownIndices | None = None
-    """The indices of the exceptions, if something is known of them; of a vector only."""
-
-
-class TokenCountBasis(IntEnum):
-    """What counts of tokens by expert are based on, most certain first."""
-
-    NONE = 0  # they are no such counts
-    SENT = 1  # assumed: this rank's tokens are spread evenly
-    RECEIVED = 2  # assumed, or chosen by the user: what the other ranks send
-
-
-class KnownElements(NamedTuple):
-    """The elements of a small tensor, one by one (``computed_on_cpu.py``)."""
-
-    values: torch.Tensor
-    """On the CPU, in the tensor's shape and dtype."""
-    routing: TokenCountBasis = TokenCountBasis.NONE
-    basis: KnownValueBasis = KnownValueBasis.FILLED
-
-
-class AwaitedElements:
-    """Elements that another rank sends, or that follow from these: ``have`` returns them, once read."""
-
-    def __init__(self, have: Callable[[], KnownElements | None], depth: int = 0) -> None:
-        self.depth = depth  # how many ops lie between them and what another rank sends
-        self._have: Callable[[], KnownElements | None] | None = have
-        self._had: KnownElements | None = None
-
-    def have(self) -> KnownElements | None:
-        """Return them, which may take as long as another rank runs."""
-        if self._have is not None:
-            self._had, self._have = self._have(), None
-        return self._had
-
-
-def known_value_of_number(number: object) -> KnownValue | None:
-    """Return a plain number as a known value; None for anything else, including complex numbers."""
-    return KnownValue(number) if isinstance(number, bool | int | float) else None
+_set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # the original
+_OF_TWO = 2
+"""How often a storage is in use that a tensor and one alias have."""
+_MOST_ALIASES = 8
+"""The most aliases of one tensor whose writes are followed at once."""
 
 
 class _Entry(NamedTuple):
@@ -150,6 +67,7 @@ class KnownValues:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._exposed: set[int] = set()
+        self._counters: dict[int, list[torch.Tensor]] = {}
         self._sweep_at = 1024
 
     def get(self, tensor: torch.Tensor) -> KnownValue | None:
@@ -169,12 +87,23 @@ class KnownValues:
         (3, True)
         """
         entry = self._entry(tensor)
+        if entry is not None and isinstance(entry.fact, KnownElements):
+            return _most_common(self.elements(tensor) or entry.fact)
         if entry is None or not isinstance(entry.fact, KnownValue):
             return None
         if entry.state.part == _part(tensor):
             return entry.fact
         exceptions = _seen_through(tensor, entry.fact.exceptions)
         return entry.fact._replace(exceptions=exceptions, selection=None)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        """Return whether anything is known of a tensor, or awaited."""
+        return self._entry(tensor) is not None
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """Return whether what is known is known of this tensor, and not of one that it is a part of."""
+        entry = self._entry(tensor)
+        return entry is not None and entry.state.part == _part(tensor)
 
     def selection(self, tensor: torch.Tensor) -> KnownIndices | None:
         """Return what is known of the elements of ``tensor`` as indices, or None."""
@@ -234,7 +163,7 @@ class KnownValues:
             storage,
             tensor_storage_address(tensor),
             _part(tensor),
-            tensor._version,
+            versions_of(tensor, self._counters.get(storage, ())),
             tensor.dtype,
         )
 
@@ -243,7 +172,7 @@ class KnownValues:
         storage = tensor_storage_id(tensor)
         return (
             storage not in self._exposed
-            and state.is_unchanged(storage, tensor)
+            and state.is_unchanged(storage, tensor, self._counters.get(storage, ()))
             and state.part == _part(tensor)
         )
 
@@ -252,7 +181,7 @@ class KnownValues:
         entry = self._entries.get(storage)
         if entry is None or not _covers(entry.state.part, _part(tensor)):
             return None
-        return entry if entry.state.is_unchanged(storage, tensor) else None
+        return entry if entry.state.is_unchanged(storage, tensor, self._counters.get(storage, ())) else None
 
     def put(
         self,
@@ -272,9 +201,12 @@ class KnownValues:
             fresh: the tensor was just created, so nothing else can reference its storage.
         """
         storage = tensor_storage_id(tensor)
-        self._entries.pop(storage, None)
+        before = self._entries.pop(storage, None)
         if fresh:
             self._exposed.discard(storage)
+            self._counters.pop(storage, None)
+        elif before is not None:
+            tensor = self._noted_before(tensor, before.state)
         if fact is None or not tensor.numel():
             return
         if isinstance(fact, KnownValue):
@@ -291,9 +223,40 @@ class KnownValues:
             self._entries[storage] = _Entry(state, fact)
             self._sweep()
 
+    def _noted_before(self, tensor: torch.Tensor, before: TensorState) -> torch.Tensor:
+        """Return the tensor that the same elements were known of, if it lives: a written alias may not."""
+        noted = before.tensor()
+        if noted is None or tensor_storage_id(noted) != before.storage or before.dtype != tensor.dtype:
+            return tensor
+        is_same = before.part == _part(tensor) == _part(noted)
+        versions = versions_of(noted, self._counters.get(before.storage, ()))
+        return noted if is_same and tensor._version in versions else tensor
+
+    def follow_alias(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
+        """Follow the writes to a new alias that has a version counter of its own: ``Tensor.data``.
+
+        If nothing is known of the tensor, it is exposed.
+        """
+        storage, entry = tensor_storage_id(tensor), self._entry(tensor)
+        counters = self._counters.setdefault(storage, [])
+        if torch._C._storage_Use_Count(storage) <= _OF_TWO:
+            counters.clear()  # no other tensor has this storage
+        noted = None if entry is None else entry.state.tensor()
+        if entry is None or noted is None or len(counters) >= _MOST_ALIASES:
+            self.expose(tensor)
+            return
+        counter = (
+            alias.detach()
+        )  # it has the same version counter, and outlives the alias, but not the storage
+        _set_data(counter, torch.empty(0, dtype=alias.dtype, device="cpu"))
+        counters.append(counter)
+        state = entry.state._replace(versions=versions_of(noted, counters))
+        self._entries[storage] = entry._replace(state=state)
+
     def expose(self, tensor: torch.Tensor) -> None:
         """Forget ``tensor``'s storage for good: it may be written without a new version from now on."""
         self.forget(tensor)
+        self._counters.pop(tensor_storage_id(tensor), None)
         self._exposed.add(tensor_storage_id(tensor))
 
     def clear(self) -> None:
@@ -317,6 +280,7 @@ class KnownValues:
             self._entries = {
                 key: entry for key, entry in self._entries.items() if entry.state.tensor() is not None
             }
+            self._counters = {key: each for key, each in self._counters.items() if key in self._entries}
             self._sweep_at = 1024 + 2 * len(self._entries)
 
 
@@ -329,6 +293,16 @@ def _one_value(elements: KnownElements) -> KnownValue | None:
         return None
     value = round_to_dtype(first, elements.values.dtype)
     return None if value is None else KnownValue(value, elements.basis)
+
+
+def _most_common(elements: KnownElements) -> KnownValue | None:
+    """Return the value of most elements, if they are integers or booleans and no counts of tokens."""
+    values = elements.values
+    if elements.routing is not TokenCountBasis.NONE or values.is_floating_point():
+        return None
+    found, counts = torch.unique(values, return_counts=True)
+    most = int(counts.argmax())
+    return KnownValue(found[most].item(), elements.basis, values.numel() - int(counts[most]))
 
 
 def _storages(entry: _Entry) -> tuple[int, ...]:
@@ -353,37 +327,6 @@ def _seen_through(view: torch.Tensor, elements: int) -> int:
             return view.numel() if elements else 0
         reach += step * (size - 1)
     return min(elements * repeats, view.numel())
-
-
-def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is an ordinary dense one: strided, not nested, and of no subclass."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-    )
-
-
-def tensor_storage_id(tensor: torch.Tensor) -> int:
-    """Return an ID of the storage of an ordinary tensor with a version counter; 0 for any other tensor."""
-    if not is_plain_tensor(tensor) or tensor.is_inference():
-        return 0
-    try:
-        return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
-    except (RuntimeError, NotImplementedError):  # the wrappers of torch.func have none
-        return 0
-
-
-def tensor_storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage.
-
-    Does not call ``untyped_storage()``: once a gradient's storage has been a Python object, autograd no
-    longer counts the gradient as the buffer's only owner, and accumulates out of place, in new memory. Only
-    of a tensor without elements, whose ``data_ptr()`` is 0: FSDP's padding for a rank that has no rows.
-    """
-    if not tensor.numel():
-        return int(tensor.untyped_storage().data_ptr())
-    return _data_ptr(tensor) - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _part(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -32,14 +32,12 @@ from typing import Any
 
 import torch
 
+from memfit.dispatch_modes import without_dispatch_modes
+from memfit.ghost.values.computed_on_cpu import run_on_cpu
+from memfit.ghost.values.computed_ops import overload_of
 from memfit.ghost.values.dtype_rounding import Number, round_to_dtype
-from memfit.ghost.values.known_values import (
-    KnownIndices,
-    KnownValue,
-    KnownValueBasis,
-    KnownValues,
-    known_value_of_number,
-)
+from memfit.ghost.values.known_values import KnownValues
+from memfit.ghost.values.tensor_facts import KnownIndices, KnownValue, KnownValueBasis, known_value_of_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +90,44 @@ def _operands(inputs: KnownInputs, *operands: object) -> list[KnownValue | None]
     return [fact and _broadcast(fact, operand, operands) for fact, operand in known]
 
 
-def _compare(function: Callable[[Any, Any], bool], inputs: KnownInputs, a: Any, b: Any) -> KnownValue | None:
-    left, right = _operands(inputs, a, b)
-    if left is None and _tests_for_finiteness(a, b):
-        return KnownValue(function(0.0, 0.0 if a is b else b), KnownValueBasis.FINITE)
-    if left is None and right is not None and function is operator.eq and not isinstance(b, torch.Tensor):
-        return _where_equal(inputs.known, a, right.value)
-    if left is None or right is None:
+def pointwise_value(
+    op: Callable[..., Any], inputs: KnownInputs, *args: Any, **options: Any
+) -> KnownValue | None:
+    """Return the value of most elements of an elementwise result: the CPU computes one element."""
+    tensors = [arg for arg in (*args, *options.values()) if isinstance(arg, torch.Tensor)]
+    known = []
+    for tensor in tensors:
+        fact = inputs.mostly(tensor)
+        if fact is None:
+            return None
+        known.append(_broadcast(fact, tensor, tensors))
+    ones = iter(
+        torch.full((1,) * tensor.dim(), fact.value, dtype=tensor.dtype, device="cpu")
+        for tensor, fact in zip(tensors, known, strict=True)
+    )
+    with without_dispatch_modes():
+        here = [next(ones) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        named = {name: next(ones) if isinstance(arg, torch.Tensor) else arg for name, arg in options.items()}
+        result = run_on_cpu(op, here, named)
+    if not result or result[0].is_complex():
         return None
-    dtype = torch.result_type(a, b)  # 0.1 rounds differently in half than in float
-    x, y = round_to_dtype(left.value, dtype), round_to_dtype(right.value, dtype)
-    return None if x is None or y is None else _combined(function(x, y), left, right)
+    where = union_of_known_indices((fact.exceptions, fact.selection) for fact in known)
+    exceptions = sum(fact.exceptions for fact in known)
+    return KnownValue(result[0].item(), max(fact.basis for fact in known), exceptions, where)
 
 
-def _tests_for_finiteness(a: torch.Tensor, b: object) -> bool:
-    """Return whether floats are compared with themselves, as NaN is found, or with infinity."""
-    return a.is_floating_point() and (a is b or (isinstance(b, float) and not math.isfinite(b)))
+def _compare(
+    name: str, kind: str, inputs: KnownInputs, a: torch.Tensor, b: torch.Tensor | Number
+) -> KnownValue | None:
+    function = getattr(operator, name)
+    if inputs.mostly(a) is None:
+        if a.is_floating_point() and (a is b or (isinstance(b, float) and not math.isfinite(b))):
+            # as a script looks for NaN or infinity
+            return KnownValue(function(0.0, 0.0 if a is b else b), KnownValueBasis.FINITE)
+        right = inputs.mostly(b)
+        is_number = right is not None and not isinstance(b, torch.Tensor)
+        return _where_equal(inputs.known, a, right.value) if right and is_number and name == "eq" else None
+    return pointwise_value(overload_of(f"{name}.{kind}"), inputs, a, b)
 
 
 def _where_equal(known: KnownValues, tensor: object, number: Number) -> KnownValue | None:
@@ -120,61 +140,25 @@ def _where_equal(known: KnownValues, tensor: object, number: Number) -> KnownVal
     return KnownValue(False, exceptions=tensor.numel(), selection=KnownIndices(source, number))
 
 
-def _combined(value: Number, left: KnownValue, right: KnownValue) -> KnownValue:
-    where = union_of_known_indices((side.exceptions, side.selection) for side in (left, right))
-    return KnownValue(value, max(left.basis, right.basis), left.exceptions + right.exceptions, where)
-
-
-def _logic(
-    function: Callable[[Any, Any], Number], decides: bool | None, inputs: KnownInputs, *sides: object
-) -> KnownValue | None:
-    """Combine booleans; ``decides`` is the one that determines the result whatever the other operand is."""
-    known = [fact._replace(value=bool(fact.value)) for fact in _operands(inputs, *sides) if fact is not None]
-    return _settled(function, decides, known)
-
-
-def _settled(
-    function: Callable[[Any, Any], Number], decides: Number | None, known: Sequence[KnownValue]
-) -> KnownValue | None:
-    """Return the most certain of the known operands that determine the result; else combine both, or None."""
+def _logic(op: str, decides: Number | None, inputs: KnownInputs, a: Any, b: Any) -> KnownValue | None:
+    """Combine bits; ``decides`` determines the result whatever the other operand is."""
+    are_bools = all(isinstance(side, bool) or getattr(side, "dtype", None) == torch.bool for side in (a, b))
+    if decides and op.startswith("bitwise") and not are_bools:
+        decides = None
+    known = [fact for fact in _operands(inputs, a, b) if fact is not None]
+    if op.startswith("logical"):
+        known = [fact._replace(value=bool(fact.value)) for fact in known]
     settled = [fact for fact in known if decides is not None and fact.value == decides]
-    if not settled and len(known) == 2:  # noqa: PLR2004 - both operands
-        return _combined(function(known[0].value, known[1].value), *known)
-    return min(settled, key=lambda fact: (fact.exceptions, fact.basis), default=None)
+    if settled:
+        return min(settled, key=lambda fact: (fact.exceptions, fact.basis))
+    return pointwise_value(overload_of(op), inputs, a, b)
 
 
-def _bitwise(
-    function: Callable[[Any, Any], Number], decides: bool | None, inputs: KnownInputs, *sides: object
-) -> KnownValue | None:
-    """Combine bits: bools as in ``_logic``; of integers, both must be known, or one must be 0."""
-    if all(isinstance(side, bool) or getattr(side, "dtype", None) == torch.bool for side in sides):
-        return _logic(function, decides, inputs, *sides)
-    known = [fact for fact in _operands(inputs, *sides) if fact is not None]
-    return _settled(function, 0 if function is operator.and_ else None, known)
-
-
-def _invert(inputs: KnownInputs, tensor: torch.Tensor) -> KnownValue | None:
-    known = inputs.mostly(tensor)
-    if known is None:
-        return None
-    return known._replace(value=not known.value if tensor.dtype == torch.bool else ~int(known.value))
-
-
-def _not(inputs: KnownInputs, tensor: torch.Tensor) -> KnownValue | None:
-    known = inputs.mostly(tensor)
-    return None if known is None else known._replace(value=not known.value)
-
-
-def _test(
-    function: Callable[[float], bool], usual: bool, inputs: KnownInputs, tensor: torch.Tensor
-) -> KnownValue:
+def _test(op: str, usual: bool, inputs: KnownInputs, tensor: torch.Tensor) -> KnownValue | None:
     """Test for finiteness: ``usual`` is the answer while nothing overflows."""
-    known = inputs.of(tensor)
-    return (
-        KnownValue(usual, KnownValueBasis.FINITE)
-        if known is None
-        else KnownValue(function(known.value), known.basis)
-    )
+    if inputs.of(tensor) is None:
+        return KnownValue(usual, KnownValueBasis.FINITE)
+    return pointwise_value(overload_of(op), inputs, tensor)
 
 
 def _assume_absent(_facts: KnownInputs, *_: object, **__: object) -> KnownValue:
@@ -192,13 +176,16 @@ def _reduce(
 
 
 def _sum(
-    inputs: KnownInputs, tensor: torch.Tensor, *dims: Any, dtype: torch.dtype | None = None
+    inputs: KnownInputs, tensor: torch.Tensor, dims: Sequence[int] | None = None, *_: object, **__: object
 ) -> KnownValue | None:
-    """Sum integers over the whole tensor; the rounding of float sums depends on the GPU's order."""
+    """Sum integers, zeros and infinities; the rounding of other sums depends on the GPU's order."""
     known = inputs.of(tensor)
-    if known is None or dims or dtype is not None or isinstance(known.value, float):
+    if known is None:
         return None
-    return KnownValue(known.value * tensor.numel(), known.basis)
+    if isinstance(known.value, float):
+        return known if not known.value or not math.isfinite(known.value) else None
+    summed = math.prod(tensor.size(dim) for dim in dims) if dims else tensor.numel()
+    return KnownValue(known.value * summed, known.basis)
 
 
 def _nonzero(inputs: KnownInputs, mask: torch.Tensor) -> KnownIndices | None:
@@ -245,11 +232,20 @@ def _cat(
 
 
 def found_inf_after_unscale(
-    inputs: KnownInputs, _gradients: object, found_inf: torch.Tensor, _inv_scale: object
+    inputs: KnownInputs, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, _inv_scale: object
 ) -> KnownValue:
-    """Return ``found_inf`` after unscaling: finite gradients leave it unchanged, initially 0."""
+    """Return ``found_inf`` after unscaling: 1 if a gradient is known not to be finite, or else as before."""
+    if any(_overflows(inputs, gradient) for gradient in gradients):
+        return KnownValue(1.0)
     before = inputs.of(found_inf)
     return KnownValue(before.value if before else 0.0, KnownValueBasis.FINITE)
+
+
+def _overflows(inputs: KnownInputs, tensor: torch.Tensor) -> bool:
+    known, elements = inputs.of(tensor), inputs.known.elements(tensor)
+    if elements is not None:
+        return not bool(elements.values.isfinite().all())
+    return known is not None and not math.isfinite(known.value)
 
 
 def loss_scale_after_update(
@@ -279,23 +275,21 @@ def loss_scale_after_update(
     return KnownValue(grown if grows and grown else old.value, basis), KnownValue(0, basis)
 
 
-_COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-_LOGIC = {"and": (operator.and_, False), "or": (operator.or_, True), "xor": (operator.xor, None)}
+_DECIDES = {"and": False, "or": True, "xor": None}
+_USUAL = {"isfinite": True, "isnan": False, "isinf": False}
 
 RULES: Mapping[str, PropagationRule] = {
     **{
-        f"{name}.{kind}": partial(_compare, f)
-        for name, f in _COMPARISONS.items()
+        f"{name}.{kind}": partial(_compare, name, kind)
+        for name in ("eq", "ne", "lt", "le", "gt", "ge")
         for kind in ("Tensor", "Scalar")
     },
-    **{f"logical_{name}": partial(_logic, *how) for name, how in _LOGIC.items()},
     **{
-        f"bitwise_{name}.{kind}": partial(_bitwise, *how)
-        for name, how in _LOGIC.items()
-        for kind in ("Tensor", "Scalar")
+        op: partial(_logic, op, decides)
+        for name, decides in _DECIDES.items()
+        for op in (f"logical_{name}", f"bitwise_{name}.Tensor", f"bitwise_{name}.Scalar")
     },
-    "logical_not": _not,
-    "bitwise_not": _invert,
+    **{op: partial(_test, op, usual) for op, usual in _USUAL.items()},
     "_to_copy": _unchanged,
     "clone": _unchanged,
     "max": _unchanged,
@@ -313,9 +307,7 @@ RULES: Mapping[str, PropagationRule] = {
     "any.dim": partial(_reduce, "any"),
     "any.dims": partial(_reduce, "any"),
     "sum": _sum,
-    "isfinite": partial(_test, math.isfinite, True),
-    "isnan": partial(_test, math.isnan, False),
-    "isinf": partial(_test, math.isinf, False),
+    "sum.dim_IntList": _sum,
     "index.Tensor": _index,
     "cat": _cat,
     "nonzero": _nonzero,
@@ -345,9 +337,9 @@ def _agree(one: KnownIndices, other: KnownIndices) -> bool:
     """Return whether two selections are of elements of one tensor with one value."""
     of_one, of_other = one.source, other.source
     alive = of_one.is_alive() and of_other.is_alive()  # or one may have had the other's storage
-    return alive and (of_one.storage, of_one.part, of_one.version, one.value) == (
+    return alive and (of_one.storage, of_one.part, of_one.versions, one.value) == (
         of_other.storage,
         of_other.part,
-        of_other.version,
+        of_other.versions,
         other.value,
     )

@@ -100,10 +100,10 @@ def _scatter(
     sender = _rank_in_job(group, _root(more, options))
     key = key_of_call(values, "scatter", group, sender)
     if sender == torch.distributed.get_rank():
-        for part, tensor in enumerate(_flat(inputs)):
+        for part, tensor in enumerate(flat(inputs)):
             leave_elements(values, _part(key, part), tensor)
     work = method(group, outputs, inputs, *more, **options)
-    for tensor in _flat(outputs):
+    for tensor in flat(outputs):
         await_elements(values, _part(key, group.rank()), tensor, sender)
     return work
 
@@ -142,8 +142,8 @@ def _part(key: str, part: int) -> str:
     return key and f"{key}-{part}"
 
 
-def _flat(tensors: Any) -> list[Any]:
+def flat(tensors: Any) -> list[Any]:
     """Return the tensors in a list of tensors or of lists of them."""
     if not isinstance(tensors, list | tuple):
         return [tensors]
-    return [each for part in tensors for each in (part if isinstance(part, list | tuple) else [part])]
+    return [each for part in tensors for each in flat(part)]

@@ -19,8 +19,9 @@ import torch
 
 from memfit.ghost.rank_exchange_protocol import RankExchange
 from memfit.ghost.values.assumed_values import AssumedValues
-from memfit.ghost.values.computed_on_cpu import known_elements, may_have_known_elements
-from memfit.ghost.values.known_values import (
+from memfit.ghost.values.computed_on_cpu import Fact, after_write, known_elements, may_have_known_elements
+from memfit.ghost.values.known_values import KnownValues
+from memfit.ghost.values.tensor_facts import (
     AwaitedElements,
     KnownElements,
     KnownValueBasis,
@@ -59,7 +60,7 @@ def await_elements(values: AssumedValues, key: str, tensor: Any, sender: int) ->
         return
     receive = partial(_receive, values, ranks, key, sender, tensor.shape, tensor.dtype)
     if tensor.is_cuda:
-        values.known.put(tensor, AwaitedElements(receive))
+        put_received(values.known, tensor, AwaitedElements(receive))
     elif (not tensor.is_floating_point() or tensor.numel() <= _FEW) and (had := receive()) is not None:
         tensor.data.copy_(had.values)
 
@@ -109,9 +110,15 @@ def exchange_elements(
         for tensor, combination in received:
             if _is_exchanged(ranks, tensor) and tensor.is_cuda:
                 awaited = AwaitedElements(partial(have, combination, tensor.shape, tensor.dtype))
-                values.known.put(tensor, awaited)
+                put_received(values.known, tensor, awaited)
 
     return finish
+
+
+def put_received(known: KnownValues, tensor: torch.Tensor, fact: Fact | None) -> None:
+    """Record what a tensor has received; process groups do not increment versions."""
+    received = None if fact is None else after_write(known, tensor, fact)
+    known.put(*(received or (tensor, None)))
 
 
 def _is_exchanged(ranks: RankExchange, tensor: Any) -> bool:

@@ -10,7 +10,7 @@ to the CPU and allocates what it will receive. What it reads must add up, or its
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,34 +22,38 @@ from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.computed_on_cpu import (
     compute_on_cpu,
-    elements_after_write,
     may_have_known_elements,
     put_elements,
+    written_on_cpu,
 )
-from memfit.ghost.values.known_values import (
+from memfit.ghost.values.computed_ops import WITH_NUMBERS
+from memfit.ghost.values.known_values import KnownValues
+from memfit.ghost.values.propagation_rules import KnownInputs, pointwise_value
+from memfit.ghost.values.tensor_facts import (
     KnownElements,
     KnownValue,
     TokenCountBasis,
     is_plain_tensor,
+    tensor_storage_id,
 )
 from memfit.patching.patches import Patch, wrapped
 
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _METHODS = Patch(
     "torch._tensor:Tensor",
-    *("add", "sub", "mul", "div", "floor_divide", "sum"),
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
-    *("__truediv__", "__rtruediv__", "__floordiv__", "__rfloordiv__"),
-    *("add_", "sub_", "mul_", "div_", "copy_", "fill_", "zero_"),
-    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"),
+    *(*WITH_NUMBERS, *(f"{name}_" for name in WITH_NUMBERS), "sum", "copy_", "fill_", "zero_", "__setitem__"),
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__rtruediv__", "__rfloordiv__"),
+    *("__truediv__", "__floordiv__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"),
     why="know sizes that a script computes",
 )
-_FUNCTIONS = Patch(
-    "torch",
-    *("add", "sub", "mul", "div", "floor_divide", "sum"),
-    why="know sizes that a script computes",
-)
+_FUNCTIONS = Patch("torch", *WITH_NUMBERS, "sum", why="know sizes that a script computes")
 """Arithmetic and writes, computed on the CPU, too, if all tensors are known. Other ops: ``gpu_reads.py``."""
+_CREATING = Patch(
+    "torch",
+    *("arange", "eye", "linspace", "logspace", "scalar_tensor", "tril_indices", "triu_indices"),
+    why="know sizes that a script computes",
+)
+_LISTWISE = Patch("torch", "_foreach_*_", why="know sizes that a script computes")
 _COUNTING_FUNCTIONS = Patch("torch", "bincount", "histc", why="count by class")
 _COUNTING_METHODS = Patch("torch._tensor:Tensor", "bincount", "histc", "scatter_add_", why="count by class")
 _ONE_HOT = Patch("torch.nn.functional", "one_hot", why="count by class")
@@ -64,6 +68,10 @@ def track_small_tensors(values: AssumedValues) -> None:
     for name in _FUNCTIONS.names:
         if name != "sum":
             replace_torch_function(_FUNCTIONS, name, partial(wrapped, around=partial(_compute, values)))
+    for name in _LISTWISE.present():
+        _LISTWISE.wrap(name, partial(_write_lists, values.known))
+    for name in _CREATING.names:
+        replace_torch_function(_CREATING, name, _noting(_create, values))
     for name in ("bincount", "histc"):
         replace_torch_function(_COUNTING_FUNCTIONS, name, count)
         _COUNTING_METHODS.install(name, count)
@@ -110,7 +118,7 @@ def _noting(note: Callable[..., None], values: AssumedValues) -> Callable[..., A
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             result = function(*args, **options)
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and result not in values.known:
                 with without_dispatch_modes():
                     note(values, function, result, *args, **options)
             return result
@@ -122,21 +130,78 @@ def _noting(note: Callable[..., None], values: AssumedValues) -> Callable[..., A
 
 def _compute(values: AssumedValues, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call a function; compute its result, or what it writes, on the CPU, too, if its tensors are known."""
-    if torch.compiler.is_compiling() or not _are_small(args):
+    tensors = [arg for arg in (*args, options.get("out")) if isinstance(arg, torch.Tensor)]
+    if torch.compiler.is_compiling() or not any(arg.is_cuda for arg in tensors):
         return function(*args, **options)
     writes = _is_write(function.__name__)
-    if writes and not args[0].is_cuda:
+    target = args[0] if writes else options.get("out")
+    if target is not None and not target.is_cuda:
         return function(*args, **options)
+    if not all(map(may_have_known_elements, tensors)):
+        return _call_on_large(values.known, function, target, args, options)
     with without_dispatch_modes():
-        computed = compute_on_cpu(values.known, function, args, options, writes=writes)
-        written = elements_after_write(values.known, args[0], computed) if writes and computed else None
+        written = target is not None and written_on_cpu(values.known, function, args, options, target)
+        computed = compute_on_cpu(values.known, function, args, options) if target is None else ()
     result = function(*args, **options)
     with without_dispatch_modes():
-        if written is not None:
+        if written:
             values.known.put(*written)
-        elif computed and not writes:
+        elif computed:
             put_elements(values.known, result, computed)
     return result
+
+
+def _call_on_large(
+    known: KnownValues, function: Callable[..., Any], target: torch.Tensor | None, args: Any, options: Any
+) -> Any:
+    """Call a function; its result has one value if its tensors have, and it is arithmetic."""
+    is_arithmetic = (
+        function.__name__ not in ("copy_", "fill_", "zero_", "__setitem__") and "out" not in options
+    )
+    fact = None
+    if is_arithmetic and (target is None or known.is_whole(target)):
+        fact = pointwise_value(function, KnownInputs(known), *args, **options)
+    result = function(*args, **options)
+    if fact is not None:
+        known.put(result, fact, fresh=target is None)
+    return result
+
+
+def _write_lists(known: KnownValues, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call an op that writes to a list of tensors; compute what it writes to each that is small and known."""
+    if torch.compiler.is_compiling() or not any(each in known for each in args[0]):
+        return function(*args, **options)
+    facts: dict[int, Any] = {}
+    with without_dispatch_modes():
+        for at, tensor in enumerate(args[0]):
+            of_one = [each[at : at + 1] if isinstance(each, tuple | list) else each for each in args]
+            written = written_on_cpu(known, function, of_one, options, tensor) if tensor in known else None
+            facts[tensor_storage_id(tensor)] = written
+            known.put(*(written or (tensor, None)))  # another in the list may be a view of the same tensor
+    try:
+        result = function(*args, **options)
+    except BaseException:
+        for tensor in args[0]:
+            known.forget(tensor)
+        raise
+    for written in facts.values():
+        if written is not None:
+            known.put(*written)
+    return result
+
+
+def _create(
+    values: AssumedValues,
+    function: Callable[..., torch.Tensor],
+    result: torch.Tensor,
+    *args: Any,
+    **options: Any,
+) -> None:
+    """Note the elements of a new tensor that follow from numbers."""
+    if "out" not in options and _is_small_on_gpu(result):
+        put_elements(
+            values.known, result, compute_on_cpu(values.known, function, args, options, creates=True)
+        )
 
 
 def _is_write(name: str) -> bool:
@@ -146,11 +211,6 @@ def _is_write(name: str) -> bool:
     [False, True, False, True, True]
     """
     return name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
-
-
-def _are_small(args: Iterable[Any]) -> bool:
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    return any(arg.is_cuda for arg in tensors) and all(map(may_have_known_elements, tensors))
 
 
 def _is_small_on_gpu(tensor: torch.Tensor) -> bool:
@@ -183,21 +243,25 @@ def _add(
         return function(self, dim, index, src)
     counts = self.dim() == 1 and _value(values, self) == 0 and _value(values, src) == 1
     result = function(self, dim, index, src)
-    if counts and _is_small_on_gpu(self):
+    if counts and _is_small_on_gpu(self) and self not in values.known:
         values.known.put(result, KnownElements(even_class_counts(index.numel(), self), TokenCountBasis.SENT))
     return result
 
 
 def _mark(
     values: AssumedValues,
-    _function: object,
+    function: Callable[..., Any],
     result: torch.Tensor,
     tensor: torch.Tensor,
-    *_: object,
-    **__: object,
+    *args: Any,
+    **options: Any,
 ) -> None:
-    """Note a result of ``one_hot``: of each row, one element is not zero."""
-    if is_plain_tensor(result) and result.is_cuda:
+    """Note a result of ``one_hot``: if its elements are unknown, one of each row is not zero."""
+    if not is_plain_tensor(result) or not result.is_cuda:
+        return
+    is_small = may_have_known_elements(result)
+    computed = compute_on_cpu(values.known, function, (tensor, *args), options) if is_small else ()
+    if not computed or not put_elements(values.known, result, computed):
         values.known.put(result, KnownValue(0, exceptions=tensor.numel()), fresh=True)
 
 

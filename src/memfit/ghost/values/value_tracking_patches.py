@@ -4,9 +4,10 @@
     empty  empty_like  new_empty  ...                   record that the tensor is new
     mask[indices] = ...  scatter_                       count the elements that may have changed
     to  cpu  copy_  tolist  numpy  on_cpu[...] = ...    replace the values that arrive on the CPU
-    data  data_ptr  dlpack  storage  set_  swap_tensors forget: autograd no longer sees all writes
-    _foreach_*_  _fused_*_                              forget: they write without incrementing versions
-    + - * /  copy_  bincount  ...                       follow small tensors by element (small_tensors.py)
+    data                                                follow the writes to it
+    data_ptr  dlpack  storage  set_  swap_tensors       forget: autograd no longer sees all writes
+    _fused_*_                                           forget: they write without incrementing versions
+    + - * /  copy_  bincount  _foreach_*_  ...          follow small tensors by element (small_tensors.py)
     ProcessGroup.allreduce  allgather  ...              forget what they write (exchanged_sizes.py)
     CUDAGraph.replay                                    forget everything: it repeats the captured writes
 
@@ -25,17 +26,17 @@ from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.computed_on_cpu import may_have_known_elements
 from memfit.ghost.values.exchanged_sizes import track_exchanged_values
-from memfit.ghost.values.known_values import (
+from memfit.ghost.values.propagation_rules import union_of_known_indices
+from memfit.ghost.values.small_tensors import (
+    replace_torch_function,
+    track_small_tensors,
+)
+from memfit.ghost.values.tensor_facts import (
     AwaitedElements,
     KnownElements,
     KnownValue,
     is_plain_tensor,
     known_value_of_number,
-)
-from memfit.ghost.values.propagation_rules import union_of_known_indices
-from memfit.ghost.values.small_tensors import (
-    replace_torch_function,
-    track_small_tensors,
 )
 from memfit.patching.patches import Patch, call_before, wrapped
 
@@ -85,7 +86,7 @@ _PRESERVING = Patch(
 )
 _GRAPH = Patch("torch.cuda.graphs:CUDAGraph", "replay", why="forget values that captured writes replace")
 _SWAPPING = Patch("torch.utils", "swap_tensors", why="drop the references that it refuses")
-_LISTWISE = Patch("torch", "_foreach_*_", "_fused_*_", why="forget values that are written past autograd")
+_FUSED = Patch("torch", "_fused_*_", why="forget values that are written past autograd")
 
 
 def patch_torch_to_track_values(values: AssumedValues, ghost: GhostRuntime) -> None:
@@ -141,7 +142,7 @@ def _track_indexed_writes(values: AssumedValues) -> None:
         known = values.known.mostly(self) if is_plain_tensor(self) and self.is_cuda else None
         result = method(self, *args, **options)
         count = written(self, *args, **options) if known is not None else None
-        if known is not None and count is not None:
+        if known is not None and count is not None and self not in values.known:
             at = args[0] if written is _selected and self.dim() == 1 else None
             new = values.known.selection(at) if isinstance(at, torch.Tensor) else None
             where = union_of_known_indices([(known.exceptions, known.selection), (count, new)])
@@ -267,22 +268,11 @@ def _forget_exposed(values: AssumedValues) -> None:
                 if isinstance(part, torch.Tensor) and is_plain_tensor(part) and part.is_cuda:
                     values.known.expose(part)
 
-    def exposing(data: Any) -> property:
-        def get_data(self: torch.Tensor) -> torch.Tensor:
-            expose(self)
-            return data.__get__(self)  # type: ignore[no-any-return]
-
-        def set_data(self: torch.Tensor, other: torch.Tensor) -> None:
-            expose(self, other)
-            data.__set__(self, other)
-
-        return property(get_data, set_data, doc=data.__doc__)
-
     def release(t1: torch.Tensor, t2: torch.Tensor) -> None:
         values.known.release(t1)  # swap_tensors refuses tensors with weak references
         values.known.release(t2)
 
-    _DATA.install("data", exposing)
+    _DATA.install("data", partial(_following, values, expose))
     for name in _EXPOSING.names:
         _EXPOSING.install(name, partial(call_before, expose))
     _DLPACK.install("to_dlpack", partial(call_before, expose))
@@ -291,14 +281,37 @@ def _forget_exposed(values: AssumedValues) -> None:
     _SWAPPING.install("swap_tensors", partial(call_before, release))
 
 
-def _forget_uncounted(values: AssumedValues) -> None:
-    """Forget the tensors of list-wise ops and fused optimizers, which do not increment versions."""
+def _following(values: AssumedValues, expose: Callable[..., None], data: Any) -> property:
+    """Return a property that follows what is written to ``Tensor.data``, and forgets what it is set to."""
 
-    def forget(*args: object, **options: object) -> None:
-        for argument in (*args, *options.values()):
-            for tensor in argument if isinstance(argument, tuple | list) else ():
-                if isinstance(tensor, torch.Tensor):
+    def get_data(self: torch.Tensor) -> torch.Tensor:
+        alias: torch.Tensor = data.__get__(self)
+        if is_plain_tensor(self) and self.is_cuda:
+            with without_dispatch_modes():
+                values.known.follow_alias(self, alias)
+        return alias
+
+    def set_data(self: torch.Tensor, other: torch.Tensor) -> None:
+        expose(self, other)
+        data.__set__(self, other)
+
+    return property(get_data, set_data, doc=data.__doc__)
+
+
+def _forget_uncounted(values: AssumedValues) -> None:
+    """Forget what fused optimizers write, which does not increment versions."""
+
+    def forgetting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        arguments = getattr(torch.ops.aten, name).default._schema.arguments
+        written = [arg.alias_info is not None and arg.alias_info.is_write for arg in arguments]
+
+        def forget(*args: object, **options: object) -> None:
+            by_name = zip(written, (options.get(arg.name) for arg in arguments), strict=True)
+            for is_written, given in (*zip(written, args, strict=False), *by_name):
+                for tensor in given if is_written and isinstance(given, list | tuple) else ():
                     values.known.forget(tensor)
 
-    for name in _LISTWISE.present():
-        _LISTWISE.install(name, partial(call_before, forget))
+        return call_before(forget, function)
+
+    for name in _FUSED.present():
+        _FUSED.install(name, partial(forgetting, name))
