@@ -125,10 +125,10 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
     if verdict == "fits" and lacks_steps(answer, trains=script != "collectives"):
         verdict = "fits, 0 steps"
     said = "" if not done.returncode else " | ".join(lines[-3:])
-    peak = answer["peak"]
-    peaks = {} if answer["ranks"] else {int(own): (peak["allocated"], peak["reserved"])}
-    for row in answer["ranks"]:
-        least = tuple(row["peak"][name]["least"] for name in ("allocated", "reserved"))
+    peak, peaks = answer["peak"], {}
+    for row in answer["ranks"] or [{"rank": int(own), "also": (), "peak": answer["range"] or peak}]:
+        sizes = (row["peak"][name] for name in ("allocated", "reserved"))
+        least = tuple(each if isinstance(each, int) else each["least"] for each in sizes)
         peaks |= dict.fromkeys((row["rank"], *row["also"]), least)
     return Answer(variant, rank, verdict, peak["allocated"], unknown, seconds, said, peaks)
 
