@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import distributions, version
 from pathlib import Path
 
-from measuring import command_line, memfit_json, table, write_json, write_or_print
+from measuring import command_line, lacks_steps, memfit_json, table, write_json, write_or_print
 
 HERE = Path(__file__).parent / "accuracy"
 EMPTY: Mapping[str, str] = {}
@@ -151,6 +151,8 @@ def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: Mapping
     found, done = memfit_json("dry-run", *job, environment=environment)
     if found is None or found["verdict"] not in ("fits", "tight") or found["end"]["reason"] != "end":
         raise SystemExit(f"{' '.join(run)} did not run to completion on the ghost:\n{done.stderr[-2000:]}")
+    if lacks_steps(found):
+        raise SystemExit(f"{' '.join(run)} ran backward passes, and made no training step on the ghost.")
     printed = re.findall(r"^(\w+) +([\d.]+) MiB$", done.stdout, re.MULTILINE)
     own = {name: int(float(amount) * BYTES["MiB"]) for name, amount in printed}
     names = ("allocated", "reserved", "process")

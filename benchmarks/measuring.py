@@ -187,6 +187,21 @@ def memfit_json(
         return (json.loads(answer.read_text()) if answer.exists() else None), done
 
 
+def lacks_steps(answer: Mapping[str, Any], *, trains: bool = False) -> bool:
+    """Return whether a script made no training step in a dry run that fits, although it was to make some.
+
+    Args:
+        answer: the JSON of the run.
+        trains: whether the script is known to train; otherwise, whether it ran backward passes tells.
+
+    >>> idle = {"verdict": "fits", "steps": 0, "notes": [{"text": "no training step (3 backward passes)"}]}
+    >>> lacks_steps(idle), lacks_steps(idle | {"steps": 3}), lacks_steps(idle | {"notes": []})
+    (True, False, False)
+    """
+    fits = answer["verdict"] in ("fits", "tight") and not answer["steps"]
+    return fits and (trains or any("backward passes)" in note["text"] for note in answer["notes"]))
+
+
 def traced(*arguments: str, trace: Path) -> None:
     """Dry-run a script, and keep its trace.
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from measuring import command_line, memfit_json, parts, table, write_json
+from measuring import command_line, lacks_steps, memfit_json, parts, table, write_json
 
 import memfit
 from memfit.records import GroupBy
@@ -122,7 +122,7 @@ def run(variant: str, rank: str, folder: Path) -> Answer:
         held = memfit.explain(trace).held.rows[GroupBy.CATEGORY]
         unknown = sum(row.bytes for row in held if row.name in ("unknown", "before the history"))
     verdict = answer["verdict"] if not done.returncode else f"exit {done.returncode}"
-    if verdict == "fits" and not answer["steps"] and script != "collectives":
+    if verdict == "fits" and lacks_steps(answer, trains=script != "collectives"):
         verdict = "fits, 0 steps"
     said = "" if not done.returncode else " | ".join(lines[-3:])
     peak, peaks = answer["peak"], {}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import GIB, MEMFIT, ROOT, command_line, parts, table_head, table_line
+from measuring import GIB, MEMFIT, ROOT, command_line, lacks_steps, parts, table_head, table_line
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 RSS_FIELD = 23
@@ -101,7 +101,7 @@ def llama() -> tuple[RankRun, str, list[str]]:
     parameters = run.printed.split(" parameters")[0].split()[-1]
     failed = ["more than 90 s"] * (run.seconds > 90)  # noqa: PLR2004
     failed += ["more than 8 GiB of host memory"] * (run.host_bytes > 8 * GIB)
-    failed += ["no training step"] * (not run.answer["steps"])
+    failed += ["no training step"] * lacks_steps(run.answer, trains=True)
     needs = f"{run.answer['peak']['process'] / GIB:.2f} GiB"
     return run, f"rank 0 of 64 needs {needs}; {parameters} parameters in all", failed
 
@@ -113,7 +113,7 @@ def pipeline() -> tuple[RankRun, str, list[str]]:
     roles = {(role["rank"], *role["also"]) for role in run.answer["ranks"]}
     failed = ["other roles than the first, the middle and the last stage"] * (roles != ROLES)
     failed += ["more than 60 s"] * (run.seconds > 60)  # noqa: PLR2004
-    failed += ["no training step"] * (not run.answer["steps"])
+    failed += ["no training step"] * lacks_steps(run.answer, trains=True)
     shown = "; ".join(", ".join(map(str, role)) for role in sorted(roles))
     return run, f"roles {shown}", failed
 

@@ -119,3 +119,13 @@ def test_what_fits_at_the_lower_bound_alone_may_not_fit(dry_run):
     small = dry_run(DROPPED, options=("--nproc", "2", "--memory", f"{between // MIB}MiB", "--fail"))
     assert (small.code, small.answer["verdict"]) == (1, "may not fit")
     assert f"MAY NOT FIT   needs at most {process['most'] / 2**30:.2f} GiB; this GPU has" in small.out
+
+
+def test_a_run_is_incomplete_if_the_second_one_that_finds_its_largest_need_fails(dry_run):
+    only_once = "        step != 1 or open('once', 'x')\n        model("
+    script = RACE.replace("SEED", "0").replace("WAIT", "pass").replace("        model(", only_once)
+    run = dry_run(script)
+    assert (run.code, run.answer["verdict"], run.answer["end"]["reason"]) == (3, "unknown", "steps")
+    assert run.out.startswith("INCOMPLETE   needs ")
+    assert "The second run, which measures that, did not complete: the script ended with File" in run.out
+    assert "FileExistsError" in run.answer["untried"]["exception"]

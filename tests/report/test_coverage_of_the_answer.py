@@ -69,6 +69,18 @@ def test_a_run_whose_optimizers_never_stepped_lacks_what_an_update_needs(answer)
     assert "--values" not in verdict_of_run(run, hints=False).text.plain
 
 
+def test_a_run_that_read_what_its_loops_go_on_by_is_not_called_whole(answer):
+    read = StandIn("/somewhere/train.py:9", "a float", "1.0", "train.py:9=0")
+    run = replace(answer, end=ScriptEnd("end", 0, stand_ins=(read,)), steps=6)
+    first, *others = verdict_of_run(run).text.plain.splitlines()
+    assert first.startswith("FITS   needs ")
+    covers = "This result covers 6 training steps. On a GPU, the script may run more or less: it decides that"
+    assert others == [
+        f"{covers} by GPU values. The ghost computes none, and returned:",
+        "  1.0 for a float at /somewhere/train.py:9 (to try another: --values train.py:9=0)",
+    ]
+
+
 def test_a_tight_verdict_names_the_term_that_is_not_certain(answer):
     first, second, third = verdict_of_run(
         replace(answer, verdict="tight", uncertainty=400 << 20)

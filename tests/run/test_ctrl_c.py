@@ -118,6 +118,30 @@ def test_a_killed_memfit_takes_its_script_along(tmp_path, command):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_or_killed_torchrun_takes_its_ranks_along(tmp_path, number):
+    script = """
+        import os, time, torch.distributed as dist
+        dist.init_process_group("nccl")
+        open(f"pid{os.environ['RANK']}", "w").write(f"{os.getppid()} {os.getpid()}\\n")
+        time.sleep(60)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "memfit")
+    process = subprocess.Popen(
+        [sys.executable, *launch, "dry-run", "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    pids = [pid for rank in "01" for pid in written(tmp_path / f"pid{rank}", process)]
+    process.send_signal(number)
+    assert all(map(ends, pids))
+    process.wait(timeout=60)
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda given: given[0])
 def test_a_terminated_memfit_removes_its_files_and_ends_what_the_script_has_started(

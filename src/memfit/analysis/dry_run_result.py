@@ -300,7 +300,7 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
     if not steps and trace.end.reason == "end" and not trace.end.missing_updates:
         backwards = sum(mark.kind is MarkKind.BACKWARD for mark in trace.marks)
         did = f"{backwards} backward passes" if backwards else "forward passes only"
-        covered = "up to where it ended" if trace.end.gave_up else "its whole run"
+        covered = "up to where it ended" if trace.end.gave_up or trace.end.stand_ins else "its whole run"
         text = f"The script completed no training step ({did}); the figures cover {covered}."
         notes.append(Note(Provenance.EXACT, text, sizes=True))
     before = reconstruct_initial_state(trace, AllocatorConfig.read(trace.settings))

@@ -19,6 +19,7 @@ from memfit.records import (
     PeakRange,
     Provenance,
     RangeCause,
+    ScriptEnd,
     Term,
     Trace,
     worst_provenance,
@@ -80,6 +81,14 @@ def with_side_stream_range(early: DryRun, late: DryRun) -> DryRun:
         range=either,
         notes=(*late.notes, Note(Provenance.ASSUMED, text, sizes=True)),
     )
+
+
+def without_late_run(early: DryRun, end: ScriptEnd) -> DryRun:
+    """Return the answer of a run whose side streams finish early, where the run that finishes late failed.
+
+    The early run alone gives the least that the script can need, from which no fit follows.
+    """
+    return replace(early, verdict="unknown", untried=end) if early.verdict in ("fits", "tight") else early
 
 
 def _assumed(term: Term) -> Term:

@@ -10,6 +10,7 @@ torchrun ──> memfit ──> rank 0 on a ghost ──┐ its trace
 import hashlib
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,8 @@ from memfit.analysis.equivalent_ranks import (
     rank_run_sort_key,
     what_one_rank_holds,
 )
-from memfit.analysis.side_stream_peak_range import may_side_streams_change_peak
-from memfit.analysis.trial_result import TrialResult
+from memfit.analysis.side_stream_peak_range import may_side_streams_change_peak, without_late_run
+from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.api.run_on_ghost import (
     LATE,
     RANK,
@@ -32,16 +33,17 @@ from memfit.api.run_on_ghost import (
     try_to_save_trace,
 )
 from memfit.api.traces import summarize
-from memfit.records import Change
+from memfit.records import Change, ScriptEnd
 from memfit.run.job_rank import Rank
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, ScriptProgress, checked_script_argv, run_script
+from memfit.run.parent_pipe import signal_process_when_parent_ends
 from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.temporary_folders import PREFIX, keep_folder_from_removal
 from memfit.trace.trace_file import read_trace, write_trace
 from memfit.trials.trial_run import trial_runner
 
-_RACES, _RAN = "streams race", "ran"
+_RACES = "streams race"
 _NAMES_OF_JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 """Variables that torchrun sets, and that differ from job to job."""
 _INTERVAL = 0.1  # seconds between two looks at what the other ranks have written
@@ -70,6 +72,7 @@ def run_as_torchrun_rank(
         On the first rank of each machine, the result of the rank there that needs most, with all roles beside
         it; elsewhere None. If the script fails here, this rank's result.
     """
+    signal_process_when_parent_ends(signal.SIGTERM)  # a killed torchrun ends no rank, which would wait for it
     command = checked_script_argv(script, arguments, options, output)
     early = SharedTraces(options.rank, environment, "early")
     recorded = run_script(
@@ -83,7 +86,7 @@ def run_as_torchrun_rank(
             result,
             try_to_save_trace(recorded.trace, trace_file_of_rank(output, options.rank.rank)),
         )
-    late = None
+    late, unfinished = None, ""
     if _RACES in early.exchange(_RACES * may_side_streams_change_peak(recorded.trace)).values():
         late = SharedTraces(options.rank, environment, "late")
         path = late.prepare()
@@ -91,12 +94,12 @@ def run_as_torchrun_rank(
         trial = trial_runner(command, unlimited, on_progress)(Change(finish_late=True), LATE)
         if isinstance(trial, TrialResult):
             write_trace(trial.trace, path)
-        if not all(late.exchange(_RAN * isinstance(trial, TrialResult)).values()):
-            late = None
+        why = "" if isinstance(trial, TrialResult) else f"{options.rank}: {why_run_failed(trial)}"
+        unfinished = next(filter(None, late.exchange(why).values()), "")
     if options.rank.local:
         return None
     ranks = {
-        rank: _read(rank, early, late)
+        rank: _read(rank, early, late, unfinished)
         for rank in range(options.rank.rank, options.rank.rank + options.rank.nproc)
     }
     (late or early).remove()
@@ -181,8 +184,10 @@ class SharedTraces:
         return self._folder / f"{self._name}-{self._rank.rank if rank is None else rank}.{suffix}"
 
 
-def _read(rank: int, early: SharedTraces, late: SharedTraces | None) -> FinishedRun:
-    """Return what a rank holds: at most, if streams race."""
+def _read(rank: int, early: SharedTraces, late: SharedTraces | None, unfinished: str) -> FinishedRun:
+    """Return what a rank holds: at most, if streams race; ``unfinished`` tells why that is not known."""
     trace = read_trace(early.trace(rank))
     found = FinishedRun(trace, summarize(trace), None)
+    if unfinished:
+        return replace(found, result=without_late_run(found.result, ScriptEnd("refused", 0, unfinished)))
     return found if late is None else larger_need_with_late_streams(found, read_trace(late.trace(rank)))

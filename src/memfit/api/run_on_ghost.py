@@ -14,7 +14,11 @@ from memfit.analysis.equivalent_ranks import (
 )
 from memfit.analysis.needed_memory import process_bytes_on_smallest_gpu
 from memfit.analysis.peak_outside_failed_attempts import failed_allocation_events
-from memfit.analysis.side_stream_peak_range import may_side_streams_change_peak, with_side_stream_range
+from memfit.analysis.side_stream_peak_range import (
+    may_side_streams_change_peak,
+    with_side_stream_range,
+    without_late_run,
+)
 from memfit.analysis.total_need_by_rerun import (
     assumes_worst_token_routing,
     even_routing_option,
@@ -221,11 +225,10 @@ class _GhostJob:
             late, fits = on_this_gpu(late_work, LATE), True
             if not isinstance(late, TrialResult) or len(failed_allocation_events(late.trace)):
                 late, fits = run_trial(late_work, LATE), False
-            if isinstance(late, TrialResult):
-                most = larger_need_with_late_streams(found, late.trace, fits=fits)
-                return (
-                    found if most is found else replace(most, unsaved=try_to_save_trace(most.trace, output))
-                )
+            if not isinstance(late, TrialResult):
+                return replace(found, result=without_late_run(result, late))
+            most = larger_need_with_late_streams(found, late.trace, fits=fits)
+            return found if most is found else replace(most, unsaved=try_to_save_trace(most.trace, output))
         return found
 
     def _recorded(

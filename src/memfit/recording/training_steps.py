@@ -122,8 +122,7 @@ class TrainingStepTracker:
         self._on_change = on_change
         self._end_now = end_now
         self._times_ended = 0
-        self._optimizer_steps = 0  # of any optimizer
-        self._warm_up_steps = 0
+        self._optimizer_steps = self._warm_up_steps = 0  # of any optimizer
         self._captures = GraphCaptures()
         self._round = 0  # a new round begins when an optimizer steps for the second time in one
         # The round in which each optimizer was last created or stepped.
@@ -171,7 +170,7 @@ class TrainingStepTracker:
     def enter_forward(self, *, training: bool | None = None) -> None:
         """Add a mark: an outermost module is about to run, in training mode (None: it has no parameters)."""
         self._in_training_mode = self._in_training_mode if training is None else training
-        self.updates.enter_forward()
+        self.updates.enter_forward(trains=self._in_training_mode)
         self._book.mark(MarkKind.FORWARD, self.forwards)
         self.forwards += 1
         self._on_change()
@@ -212,6 +211,7 @@ class TrainingStepTracker:
     def enter_optimizer(self, optimizer: Optimizer) -> None:
         """Label the calling thread with an optimizer that is about to step."""
         before = self._book.current()
+        self.updates.note_attempt()
         self._before_optimizer(optimizer)
         self.enter(Phase.OPTIMIZER, f"{type(optimizer).__name__}.step")
         self._stepping[threading.get_ident()] = before, self._book.current()
@@ -249,6 +249,7 @@ class TrainingStepTracker:
         before = self._optimizer_steps
         result = original(scaler, optimizer, *args, **kwargs)
         if self._optimizer_steps == before:  # skipped
+            self.updates.note_attempt()
             self.enter(Phase.INPUT)
             self._count(optimizer)
         return result

@@ -198,7 +198,8 @@ class DryRun(PrintableResult):
     the script carried on, or NCCL took more than PyTorch had left), ``out of memory``, ``may not fit`` (the
     two, with ``bound`` or ``range``: the script may need less), or ``unknown``: the script failed, gave up
     (an exit code other than 0), was interrupted, lacks updates (``end.missing_updates``) or started
-    ``children`` that use the GPU, or this is a snapshot, which names no device."""
+    ``children`` that use the GPU, the run that finds its largest need failed (``untried``), or this is a
+    snapshot, which names no device."""
     device: DeviceUse
     steps: int
     peak_allocated: int
@@ -235,8 +236,8 @@ class DryRun(PrintableResult):
     """Not empty if the peaks are upper bounds: the sizes that depend on GPU values and are set to the largest
     possible; the one that most of the peak follows from first."""
     untried: ScriptEnd | None = None
-    """Why advice that needs a rerun is missing: how the script, or its rerun, ended (``refused``: it could
-    not be rerun, or not with the change to be tried)."""
+    """Why advice or the largest need, which take a rerun, is missing: how the script, or its rerun, ended
+    (``refused``: it could not be rerun, or not with the change to be tried)."""
 
     range: PeakRange | None = None
     """The peaks if work on side streams is done at once, and as late as possible (the rest of the result is

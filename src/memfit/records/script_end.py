@@ -40,8 +40,8 @@ class ScriptEnd:
     """Which updates a script that trained did not make, as a sentence without a full stop; otherwise empty.
     The figures lack what these updates need."""
     stand_ins: tuple[StandIn, ...] = ()
-    """With ``missing_updates``, ``exception`` or an exit code other than 0: what the script read, newest
-    first, and may be why."""
+    """What the script read, newest first: with ``missing_updates``, ``exception`` or an exit code other than
+    0, what may be why; otherwise, with ``end``, what decides which turns of its loops it runs."""
 
     @property
     def stopped(self) -> bool:

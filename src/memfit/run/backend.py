@@ -80,18 +80,19 @@ class Backend(ABC):
         """Return the stand-ins for GPU values that the script read last, newest first."""
         return ()
 
-    def explained(self, end: ScriptEnd) -> ScriptEnd:
-        """Add to a script's end which updates are missing, and the stand-ins that may be why."""
+    def explained(self, end: ScriptEnd, *, shortened: bool) -> ScriptEnd:
+        """Add what is missing, and the stand-ins that decide; ``shortened``: memfit made loops shorter."""
         if end.reason == "exception" or end.gave_up:
             return replace(end, stand_ins=self.stand_ins())
         if self._recorder is None or not (end.reason == "end" or end.stopped):
             return end
-        missing, reads = self._recorder.steps.updates.missing(stopped=end.stopped)
+        updates = self._recorder.steps.updates
+        missing, reads = updates.missing(stopped=end.stopped, shortened=shortened)
         if missing:
             return replace(end, missing_updates=missing, stand_ins=reads or self.stand_ins())
         if not end.stopped:
             self._recorder.steps.count_steps_of_used_optimizers()
-        return end
+        return end if end.stopped else replace(end, stand_ins=updates.steering())
 
     @abstractmethod
     def device(self) -> DeviceUse:
@@ -138,6 +139,7 @@ class GhostBackend(Backend):
         """Patch GPU reads, the compilers and, if the options ask for it, the filling of CPU tensors."""
         from memfit.ghost.compile import isolate_torch_compile
         from memfit.ghost.values import gpu_reads
+        from memfit.recording.use_of_read import use_of_read
 
         super().begin(recorder)
         if self._options.finish_late:
@@ -155,7 +157,7 @@ class GhostBackend(Backend):
             forward_lines=recorder.labelled_lines,
             fallback_where=recorder.place,
             senders_exist=self._options.real_ranks,
-            on_stand_in=recorder.steps.updates.note_read,
+            on_stand_in=lambda read: recorder.steps.updates.note_read(read, use_of_read()),
         )
         if self._settings.shown_memory is not None:
             from memfit.ghost.ghost_device import show_device_memory_to_script

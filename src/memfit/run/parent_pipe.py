@@ -111,12 +111,17 @@ def open_parent_pipe(path: str) -> int:
     return descriptor
 
 
-def end_process_with_parent(progress: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends; leave if it has ended.
+def signal_process_when_parent_ends(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent ends, however that ends.
 
     Strictly, when the thread that started this process ends; that thread waits for this process.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def end_process_with_parent(progress: int) -> None:
+    """Have the kernel kill this process when its parent ends; leave if it has ended."""
+    signal_process_when_parent_ends(signal.SIGKILL)
     parent = select.poll()
     parent.register(progress, select.POLLERR)  # the parent alone holds the end that reads
     if parent.poll(0):

@@ -295,7 +295,7 @@ class ScriptProcess:
                 self._record.end()
             _exit(end.exit_code)
         if self._recorder is not None:
-            end = self._backend.explained(end)
+            end = self._backend.explained(end, shortened=any(each.shortened for each in self._short))
         flush_output()
         self._let_others_end(end)
         if end.reason == "interrupted":

@@ -176,7 +176,7 @@ class RankRuns:
             return first
         if not change.finish_late and may_side_streams_change_peak(first.trace):
             again = self._once(replace(change, finish_late=True), what, rank)
-        return RankRun(rank, first, again if isinstance(again, TrialResult) else None)
+        return again if isinstance(again, ScriptEnd) else RankRun(rank, first, again)
 
     def _once(self, change: Change, what: str, rank: Rank) -> TrialResult | ScriptEnd:
         options = replace(self._options, rank=rank, unlimited=True)

@@ -138,11 +138,13 @@ def _receive(
     for tensor in flat(given[:1]):
         if isinstance(tensor, torch.Tensor) and id(tensor) not in facts:
             values.known.forget(tensor)
+    if any(fact is not None for _, fact in facts.values()):
+        finish = []
+    for each in finish:  # before others are forgotten: what receives may be a view of a known tensor
+        for tensor in each():
+            facts.pop(id(tensor), None)
     for tensor, fact in facts.values():
         put_received(values.known, tensor, fact)
-    if not any(fact is not None for _, fact in facts.values()):
-        for each in finish:
-            each()
     return result
 
 

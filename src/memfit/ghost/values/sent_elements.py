@@ -71,7 +71,7 @@ Combination = Callable[[list[torch.Tensor]], torch.Tensor | None]
 
 def exchange_elements(
     values: AssumedValues, key: str, group: Any, sent: Any, received: list[tuple[Any, Combination]]
-) -> Callable[[], None]:
+) -> Callable[[], list[torch.Tensor]]:
     """Leave what this rank sends in a collective in which all ranks exist.
 
     Args:
@@ -82,11 +82,12 @@ def exchange_elements(
         received: each tensor that receives, and what it holds then.
 
     Returns:
-        What to call after the collective: it has small tensors on the GPU hold what they receive.
+        What to call after the collective: it has small tensors on the GPU hold what they receive, and returns
+        these.
     """
     ranks = values.ranks
     if ranks is None or not key or not _is_exchanged(ranks, sent) or not sent.is_cuda:
-        return lambda: None
+        return list
     leave_elements(values, f"{key}-{torch.distributed.get_rank()}", sent)
     receives = [
         partial(_receive, values, ranks, f"{key}-{rank}", rank, sent.shape, sent.dtype)
@@ -106,11 +107,12 @@ def exchange_elements(
             return None
         return KnownElements(result.to(dtype).reshape(shape), basis=max(part.basis for part in known))
 
-    def finish() -> None:
-        for tensor, combination in received:
-            if _is_exchanged(ranks, tensor) and tensor.is_cuda:
-                awaited = AwaitedElements(partial(have, combination, tensor.shape, tensor.dtype))
-                put_received(values.known, tensor, awaited)
+    def finish() -> list[torch.Tensor]:
+        small = [each for each in received if _is_exchanged(ranks, each[0]) and each[0].is_cuda]
+        for tensor, combination in small:
+            awaited = AwaitedElements(partial(have, combination, tensor.shape, tensor.dtype))
+            put_received(values.known, tensor, awaited)
+        return [tensor for tensor, _ in small]
 
     return finish
 

@@ -59,7 +59,7 @@ def verdict_of_run(result: DryRun, *, hints: bool = True) -> VerdictLines:
             _memory_needed_and_taken(result),
             "green" if result.verdict == "fits" else "yellow",
             _after_caught(result),
-            (*_uncertain(result), *_bound(result, hints=hints), _covers(result, hints=hints)),
+            (*_uncertain(result), *_bound(result, hints=hints), *_covers(result, hints=hints)),
         )
     if result.verdict != "unknown":
         return _failure(result, hints=hints)
@@ -68,6 +68,8 @@ def verdict_of_run(result: DryRun, *, hints: bool = True) -> VerdictLines:
     covered = "up to where it ended" if failed else "without children"
     if result.end.missing_updates:
         covered = "without the missing updates"
+    elif not failed and not result.children:
+        covered = "at least"
     return VerdictLines(
         "INCOMPLETE",
         (*before, f"{last} {covered}"),
@@ -99,8 +101,18 @@ def _why_incomplete(result: DryRun, *, hints: bool) -> Iterator[str]:
             )
     elif _failed(end):
         yield f"The {'resumed ' * result.resumed}script ended with {_ended(end)}"
+    elif result.untried is not None and not result.children:
+        yield (
+            "The script may need more if GPU work on side streams finishes late. The second run, which "
+            f"measures that, did not complete: {escaped(why_run_failed(result.untried))}."
+        )
     if end.stand_ins:
         yield f"{STAND_INS_READ}:"
+    yield from _stand_ins(end, hints=hints)
+
+
+def _stand_ins(end: ScriptEnd, *, hints: bool) -> Iterator[str]:
+    """Yield the first of the values that a script read, and where."""
     for read in end.stand_ins[:MOST_STAND_INS]:
         shown = replace(read, where=short_path(read.where), instead=read.instead * hints)
         yield f"  {escaped(stand_in_in_words(shown))}"
@@ -133,11 +145,23 @@ def _after_caught(result: DryRun) -> str:
     return f"after {errors}" + f" ({where})" * bool(where)
 
 
-def _covers(result: DryRun, *, hints: bool) -> str:
-    """Return which part of the script the answer covers."""
-    if not result.end.stopped:
+def _covers(result: DryRun, *, hints: bool) -> Iterator[str]:
+    """Yield which part of the script the answer covers."""
+    shortened = ", shortened" * bool(result.shortened)
+    if result.end.stopped:
+        yield _covers_of_stopped(result, hints=hints)
+    elif result.end.stand_ins:
+        yield (
+            f"This result covers {steps_run_in_words(result)}{shortened}. On a GPU, the script may run more "
+            "or less: it decides that by GPU values. The ghost computes none, and returned:"
+        )
+        yield from _stand_ins(result.end, hints=hints)
+    else:
         steps = f": {steps_run_in_words(result)}" if result.steps else ", which has no training step"
-        return f"This result covers the whole run{', shortened' * bool(result.shortened)}{steps}."
+        yield f"This result covers the whole run{shortened}{steps}."
+
+
+def _covers_of_stopped(result: DryRun, *, hints: bool) -> str:
     if result.end.reason == "time":
         steps = steps_run_in_words(result)
         text = f"This result covers {steps}: memfit stopped the script when its time was up."
