@@ -49,6 +49,17 @@ def test_the_other_ranks_send_what_this_one_sends(dry_run):
     total = torch.full((1,), 2.0, device="cuda")
     dist.all_reduce(total)
     assert total.item() == 16
+    part = torch.zeros(4, device="cuda")
+    part[1] = 5
+    dist.all_reduce(part[1:3])
+    assert part.tolist() == [0, 40, 0, 0]
+    share = torch.zeros(1, device="cuda")
+    dist.reduce_scatter_tensor(share, torch.full((8,), 4.0, device="cuda"))
+    assert share.item() == 32
+    dist.reduce_scatter(share, [torch.full((1,), 3.0, device="cuda")] * 8)
+    assert share.item() == 24
+    dist.reduce(share, dst=6)
+    assert share.item() == 192
     on_cpu = dist.new_group(backend="gloo")
     gathered = [torch.zeros(1) for _ in range(8)]
     dist.all_gather(gathered, torch.ones(1), group=on_cpu)
