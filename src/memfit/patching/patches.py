@@ -108,7 +108,7 @@ class Patch:
 
     def declares(self, name: str) -> bool:
         """Return whether a name is among those that are declared."""
-        return any(fnmatchcase(name, pattern) for pattern in self.names)
+        return name in self.names or any(fnmatchcase(name, each) for each in self.names if "*" in each)
 
     def present(self) -> tuple[str, ...]:
         """Return the declared names that the owner has, each of them where one has an asterisk.
