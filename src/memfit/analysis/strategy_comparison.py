@@ -144,13 +144,15 @@ def compared_run_of_trial(
         late: the same, with GPU work that finishes late; None if no streams race.
         device: the device to fit.
     """
-    trace, found = early.trace, dry_run_of_trace(early.trace)
+    found = dry_run_of_trace(early.trace)
+    device = replace(device, nccl=early.trace.device.nccl)
+    needs = process_bytes_on_smallest_gpu(early.trace, found, device)
     if late is not None:
-        after = replace(late.trace, device=trace.device)
-        found = with_side_stream_range(found, dry_run_of_trace(after))
-        trace = trace if found.range is None else after
-    device = replace(device, nccl=trace.device.nccl)
-    needs = process_bytes_on_smallest_gpu(trace, found, device)
+        after = replace(late.trace, device=early.trace.device)
+        finished_late = dry_run_of_trace(after)
+        at_most = process_bytes_on_smallest_gpu(after, finished_late, device)
+        needs = max(needs, at_most, key=lambda figure: figure.bytes)
+        found = with_side_stream_range(found, finished_late)
     peak = found.range or PeakRange.exactly(found.peak_allocated, found.peak_reserved, needs.bytes)
     least = peak.process.least if found.range else needs.bytes
     return ComparedRun(

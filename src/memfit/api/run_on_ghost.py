@@ -30,7 +30,7 @@ from memfit.api.traces import summarize
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.planning.advice import find_advice
 from memfit.planning.plan_file import read_plan
-from memfit.records import Change, DryRun, EquivalentRanks, Note, Provenance, ScriptLocation, Trace
+from memfit.records import Change, DeviceUse, DryRun, EquivalentRanks, Note, Provenance, ScriptLocation, Trace
 from memfit.run.launchers import check_world_size_is_one
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, RecordedRun, ScriptProgress, checked_script_argv, run_script
@@ -222,9 +222,9 @@ class _GhostJob:
         if result.verdict in ("fits", "tight") and may_side_streams_change_peak(recorded.trace):
             late_work = Change(finish_late=True)
             on_this_gpu = trial_runner(command, self.options, self.on_progress, self.change, standbys)
-            late, fits = on_this_gpu(late_work, LATE), True
-            if not isinstance(late, TrialResult) or len(failed_allocation_events(late.trace)):
-                late, fits = run_trial(late_work, LATE), False
+            late = on_this_gpu(late_work, LATE)
+            fits = isinstance(late, TrialResult) and _fits(late.trace, result.device)
+            late = late if fits else run_trial(late_work, LATE)
             if not isinstance(late, TrialResult):
                 return replace(found, result=without_late_run(result, late))
             most = larger_need_with_late_streams(found, late.trace, fits=fits)
@@ -312,11 +312,18 @@ def larger_need_with_late_streams(early: FinishedRun, late: Trace, *, fits: bool
     trace = replace(late, device=early.trace.device, command=early.trace.command)
     found, needs = summarize(trace), early.result.needs
     if needs is not None:  # else the script adapts to its GPU
-        fails_at = 0 if fits else trace.device.total.bytes
-        at_most = process_bytes_on_smallest_gpu(trace, found, trace.device, fails_at=fails_at)
+        at_most = found.peak_process
+        if fits and _fits(trace, trace.device):
+            at_most = process_bytes_on_smallest_gpu(trace, found, trace.device)
         found = replace(found, needs=max(needs, at_most, key=lambda figure: figure.bytes))
     result = with_side_stream_range(early.result, found)
     return early if result.range is None else FinishedRun(trace, result, None)
+
+
+def _fits(trace: Trace, device: DeviceUse) -> bool:
+    """Return whether a run had enough memory, and what it and NCCL took at most is there."""
+    room = device.total.bytes - device.in_use
+    return not len(failed_allocation_events(trace)) and summarize(trace).peak_process.bytes <= room
 
 
 def trace_file_of_rank(output: Path | None, rank: int) -> Path | None:

@@ -32,6 +32,7 @@ from memfit.records import (
     Figure,
     LoaderBatchSize,
     MaxBatch,
+    Provenance,
     ScriptEnd,
     ScriptOption,
     ScriptOptionPurpose,
@@ -125,6 +126,7 @@ def _measured(script: MaxBatchScript, change: Change, size: int) -> tuple[Trace,
         size: the batch size; 0 for the script as written.
     """
     what = f"batch size {size}" if size else "as written"
+    needs = Figure(0, Provenance.EXACT)  # the most of both runs
     for late in (False, True):
         tried = replace(change, finish_late=late)
         result = script.limited(tried, what)
@@ -135,13 +137,12 @@ def _measured(script: MaxBatchScript, change: Change, size: int) -> tuple[Trace,
             more = ". If the batch size must be a multiple of a number, give that number to --multiple."
             why = f"{why_run_failed(result)}{'' if change == Change() else more}"
             raise TargetError(f"memfit ran the script {'with ' * bool(size)}{what}: {why}")
-        trace = result.trace
+        trace, found = result.trace, dry_run_of_trace(result.trace)
+        fails_at = 0 if fits else script.device.total.bytes
+        one = process_bytes_on_smallest_gpu(trace, found, trace.device, fails_at=fails_at)
+        needs = max(needs, one, key=lambda figure: figure.bytes)
         if not fits or not may_side_streams_change_peak(trace):
             break
-    found = dry_run_of_trace(trace)
-    needs = process_bytes_on_smallest_gpu(
-        trace, found, trace.device, fails_at=0 if fits else script.device.total.bytes
-    )
     run = BatchRun(
         size=size,
         fits=fits,

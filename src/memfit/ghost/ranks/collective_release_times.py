@@ -30,7 +30,7 @@ class CollectiveWatcher:
     def __init__(self) -> None:
         self.race = False
         """Whether the script dropped a tensor that a collective held: only the GPU decides until when."""
-        self._awaited: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._unawaited: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         self._coalescing: list[Any] | None = None
         """The tensors of the collectives that are being issued together; None if they are issued alone."""
         self._removed = False
@@ -70,18 +70,18 @@ class CollectiveWatcher:
             self._coalescing += held
         elif work is not None and held and held[0].is_cuda and not _capturing():
             self._wait(work)
+            self._unawaited[work] = is_held = {"until the script waits"}
             for tensor in held:
-                weakref.finalize(tensor, self._dropped, weakref.ref(work)).atexit = False
+                weakref.finalize(tensor, self._dropped, is_held).atexit = False
         return work
 
     def _note_wait(self, wait: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
-        self._awaited.add(work)
+        self._unawaited.pop(work, set()).clear()
         return wait(work, *args, **kwargs)
 
-    def _dropped(self, issued: Callable[[], Any]) -> None:
-        """A tensor is gone: before the script waited for its collective, if the script still can."""
-        work = issued()
-        self.race |= work is not None and work not in self._awaited
+    def _dropped(self, is_held: set[str]) -> None:
+        """A tensor is gone: before the script waited for its collective, if that still holds it."""
+        self.race |= bool(is_held)
 
 
 def _tensors(values: Any) -> Iterator[Any]:

@@ -151,8 +151,9 @@ def _covers(result: DryRun, *, hints: bool) -> Iterator[str]:
     if result.end.stopped:
         yield _covers_of_stopped(result, hints=hints)
     elif result.end.stand_ins:
+        steps = f"This result covers {steps_run_in_words(result)}{shortened}."
         yield (
-            f"This result covers {steps_run_in_words(result)}{shortened}. On a GPU, the script may run more "
+            f"{steps if result.steps else 'The script trained nothing.'} On a GPU, the script may run more "
             "or less: it decides that by GPU values. The ghost computes none, and returned:"
         )
         yield from _stand_ins(result.end, hints=hints)
@@ -364,7 +365,8 @@ def _memory_shortage(result: DryRun) -> str:
     if result.needs is None:
         return f"on a GPU of {format_gib(has)}"
     most = result.needs.bytes + others
-    shown = _in_mib if format_gib(most) == format_gib(has) else format_gib
+    differing = (shown for shown in (format_gib, _in_mib) if shown(most) != shown(has))
+    shown = next(differing, lambda amount: f"{amount:,} B")
     if result.bound or _races(result):
         amount = f"at most {shown(most)}"
     elif bare is None:
