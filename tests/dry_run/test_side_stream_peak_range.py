@@ -90,7 +90,15 @@ DROPPED = HELD.replace("KEPT", "1").replace("DROPPED", "del padded")
 
 @pytest.mark.parametrize(
     ("script", "difference"),
-    [(DROPPED, 3 * 20 * MIB), (HELD.replace("KEPT", "2").replace("DROPPED", ""), 0)],
+    [
+        (DROPPED, 3 * 20 * MIB),
+        (
+            DROPPED.replace("[:1]", "[:0]").replace("for work, *_ in works:\n        work.wait()", ""),
+            3 * 20 * MIB,
+        ),
+        (HELD.replace("KEPT", "2").replace("DROPPED", ""), 0),
+    ],
+    ids=["dropped", "dropped with its handle", "held"],
 )
 def test_what_a_collective_holds_is_a_range_unless_the_script_holds_it_too(dry_run, script, difference):
     answer = dry_run(script, options=("--nproc", "2")).answer

@@ -237,6 +237,11 @@ def test_where_streams_race_the_late_run_counts():
     )
 
 
+def test_where_the_run_that_finishes_its_work_at_once_needs_more_that_counts():
+    early, late = (Script(lambda size, more=more: line(size) + more, 1000, races=True) for more in (200, 0))
+    assert early.find(late).run(16).needs.bytes == (line(16) + 200 + CONTEXT) * MIB
+
+
 def text_of(found):
     text = io.StringIO()
     print_max_batch(replace(found, command=("train.py",)), Console(file=text, width=120))
