@@ -47,12 +47,16 @@ trainer_fsdp1 = partial(trainer_fsdp, 1)
 trainer_fsdp2 = partial(trainer_fsdp, 2, bf16=True, gradient_accumulation_steps=2)
 
 
-def accelerated(**options):
+def accelerated(*, model_first=False, **options):
     from accelerate import Accelerator
 
     accelerator = Accelerator(**options)
     model = Model()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    if model_first:  # FSDP1 makes flat parameters, and an optimizer that exists keeps those without gradients
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    else:
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     for _ in range(3):
         loss = loss_of(model, batch(accelerator.device))
         accelerator.backward(loss)
@@ -100,7 +104,8 @@ def accelerate_fsdp1(version=1):
     from accelerate import FullyShardedDataParallelPlugin
 
     wrapped = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
-    accelerated(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version, **wrapped))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **wrapped)
+    accelerated(model_first=version == 1, fsdp_plugin=plugin)
 
 
 accelerate_fsdp2 = partial(accelerate_fsdp1, 2)
