@@ -11,6 +11,7 @@ Source: ``stashed_for_allocator_safety_``, torch/csrc/distributed/c10d/ProcessGr
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from memfit.patching.patches import Patch
@@ -24,13 +25,20 @@ _COLLECTIVES = Patch(
 _WORK = Patch("torch.distributed:Work", "wait", "synchronize", why="see which collectives a script awaits")
 
 
+@dataclass(slots=True)
+class _Issued:
+    """A collective, which may outlive the script's handle of it."""
+
+    awaited: bool = False
+
+
 class CollectiveWatcher:
     """Watches the collectives that a script issues from Python."""
 
     def __init__(self) -> None:
         self.race = False
         """Whether the script dropped a tensor that a collective held: only the GPU decides until when."""
-        self._unawaited: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+        self._issued: weakref.WeakKeyDictionary[Any, _Issued] = weakref.WeakKeyDictionary()
         self._coalescing: list[Any] | None = None
         """The tensors of the collectives that are being issued together; None if they are issued alone."""
         self._removed = False
@@ -70,18 +78,19 @@ class CollectiveWatcher:
             self._coalescing += held
         elif work is not None and held and held[0].is_cuda and not _capturing():
             self._wait(work)
-            self._unawaited[work] = is_held = {"until the script waits"}
+            self._issued[work] = collective = _Issued()
             for tensor in held:
-                weakref.finalize(tensor, self._dropped, is_held).atexit = False
+                weakref.finalize(tensor, self._dropped, collective).atexit = False
         return work
 
     def _note_wait(self, wait: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
-        self._unawaited.pop(work, set()).clear()
+        if work in self._issued:
+            self._issued[work].awaited = True
         return wait(work, *args, **kwargs)
 
-    def _dropped(self, is_held: set[str]) -> None:
-        """A tensor is gone: before the script waited for its collective, if that still holds it."""
-        self.race |= bool(is_held)
+    def _dropped(self, collective: _Issued) -> None:
+        """A tensor is gone, perhaps before the script waited for its collective."""
+        self.race |= not collective.awaited
 
 
 def _tensors(values: Any) -> Iterator[Any]:
