@@ -21,9 +21,11 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from memfit.strategies.accumulation import Accumulation, even_micro_batch_sizes
+from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.apply import apply
+from memfit.strategies.batch_slices import BatchSlices
 from memfit.strategies.checkpointing import Checkpointing, Region
+from memfit.strategies.mechanisms.split_batch import even_micro_batch_sizes
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.train.engine import Engine
@@ -221,6 +223,12 @@ CLOSE: dict[str, Combination] = {
     "of 3, clipped = whole batch": OneStep((Accumulation(parts_per_batch=3),), clip=0.1),
     "of single samples = whole batch": OneStep((Accumulation(micro_batch_size=1),)),
     "retried = whole batch": OneStep((), door="retried"),
+    "4 slices, in any loop = whole batch": OneStep((BatchSlices(4),), door="applied"),
+    "3 slices, 2 kept, clipped = whole batch": OneStep((BatchSlices(3, kept=2),), clip=0.1, door="applied"),
+    "2 slices, checkpointed = whole batch": OneStep(
+        (BatchSlices(2), Checkpointing("blocks.*"), Offload(min_bytes=0)), door="applied"
+    ),
+    "2 slices, accumulation of 2 = whole batch": OneStep((BatchSlices(2), Accumulation(parts_per_batch=2))),
     "checkpointed, of 2, retried = whole batch": OneStep(
         (Accumulation(parts_per_batch=2), Checkpointing("blocks.*")), door="retried"
     ),

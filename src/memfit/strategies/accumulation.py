@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms.split_batch import even_micro_batch_sizes
 from memfit.strategies.setting_checks import check_dtype_name, check_setting_types
 from memfit.units import format_bytes
 
@@ -164,14 +165,3 @@ class Accumulation:
         )
         kept = f"{format_bytes(size)} of gradients stay allocated"
         return [f"accumulation: {kept} in every forward of a window but the first (exact)"]
-
-
-def even_micro_batch_sizes(samples: int, parts: int) -> list[int]:
-    """Return sizes that differ by at most one, the larger first; no part is empty.
-
-    >>> even_micro_batch_sizes(10, 4), even_micro_batch_sizes(2, 4)
-    ([3, 3, 2, 2], [1, 1])
-    """
-    parts = min(parts, samples)
-    small, more = divmod(samples, parts)
-    return [small + 1] * more + [small] * (parts - more)

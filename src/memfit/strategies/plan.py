@@ -2,6 +2,7 @@
 
     precision -> optimizer_state -> checkpointing -> offload    change model or optimizer, in this order
     compilation                                                 sets how torch.compile divides graphs
+    batch_slices                                                divides batches inside the model's call
     sharding                                                    shares them among ranks; last, in ``apply``
     accumulation                                                divides batches; only ``Engine`` can
 
@@ -14,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.batch_slices import BatchSlices
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.compilation import Compilation
 from memfit.strategies.offload import Offload
@@ -41,6 +43,7 @@ class Plan:
     sharding: Sharding | None = None
     accumulation: Accumulation | None = None
     compilation: Compilation | None = None
+    batch_slices: BatchSlices | None = None
 
     def __post_init__(self) -> None:
         """Check types, and that the strategies can be combined."""

@@ -18,13 +18,13 @@ from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.random_state import get_random_state, set_random_state
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.inspect_tensors import tensor_version, tensors_in_object
+from memfit.strategies.mechanisms.split_batch import BatchSplitter, warn_of_batch_norms
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import autocast_of_model
 from memfit.train.accumulation_ledger import AccumulationLedger, AccumulationWindowCopy
 from memfit.train.accumulation_window import AccumulationWindow, StepResult
 from memfit.train.arena_steps import ArenaSteps
 from memfit.train.cuda_graphs import StepCudaGraphs
-from memfit.train.data.split_batch import BatchSplitter, warn_of_batch_norms
 from memfit.train.ranks.rank_agreement import RAN_OUT, PeerOutOfMemoryError, is_out_of_memory
 from memfit.train.step_snapshots import StepSnapshot, StepSnapshots
 from memfit.train.training_job import Loss

@@ -21,6 +21,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.mechanisms.split_batch import BatchSplitter
 from memfit.strategies.precision import autocast_of_model
 from memfit.strategies.read_configuration import Configuration
 from memfit.strategies.sharding import module_inside_ddp
@@ -32,7 +33,6 @@ from memfit.train.batches_by_window import MicroBatches, gather_batches_by_windo
 from memfit.train.callbacks import Callback, call_callbacks, callbacks_in_call_order, check_watched_metrics
 from memfit.train.data.loader_order import set_sampler_epoch
 from memfit.train.data.loader_position import check_loader_batch_size, number_of_batches
-from memfit.train.data.split_batch import BatchSplitter
 from memfit.train.engine_setup import set_up_engine
 from memfit.train.optimizer_update import Protect
 from memfit.train.resume.save_and_load_run import ResumableRun

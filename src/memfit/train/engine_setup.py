@@ -24,6 +24,7 @@ from memfit.strategies.mechanisms.master_weights import (
     round_copies_into_parameters,
 )
 from memfit.strategies.mechanisms.module_patterns import class_name, module_without_compile_wrapper
+from memfit.strategies.mechanisms.split_batch import warn_of_batch_norms
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan, sharding_conflict
 from memfit.strategies.precision import Precision, device_type_of_model
@@ -35,7 +36,6 @@ from memfit.strategies.sharding import (
     world_size,
 )
 from memfit.train.cuda_graphs import prepare_step_cuda_graphs
-from memfit.train.data.split_batch import warn_of_batch_norms
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
 from memfit.train.ranks.rank_agreement import (

@@ -8,6 +8,7 @@ weight adds to the sum in its backward, and autograd sees no gradient of that we
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
     """Return the dtype of autocast on a kind of device; None if it is off."""
     enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if enabled else None
+
+
+def autocast_to(kind: str, lower: torch.dtype | None, *, cache: bool = True) -> AbstractContextManager[Any]:
+    """Return autocast to a dtype on a kind of device; off for None."""
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, dtype=lower, enabled=lower is not None, cache_enabled=cache)
 
 
 class SumGradientsInPlaceMode(TorchFunctionMode):

@@ -88,7 +88,7 @@ class CheckpointedForward(WrappedForward):
             )
         if settings.recompute == "tensors":
             return self._run_on_tape(partial(forward, *args, **kwargs))
-        return self._run_again(forward, args, kwargs)
+        return self.run_again(forward, args, kwargs)
 
     def _run_on_tape(self, forward: Forward) -> Any:
         seen: Counter[Any] = Counter()
@@ -96,8 +96,8 @@ class CheckpointedForward(WrappedForward):
         self.expect_run(seen)
         return result
 
-    def _run_again(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Run the forward so that it runs again in the backward."""
+    def run_again(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run a forward of the module so that it runs again in the backward."""
         settings = self.settings
         leaves, spec = tree_flatten((args, kwargs))
         differentiable = (each.requires_grad for each in leaves if isinstance(each, torch.Tensor))

@@ -11,7 +11,6 @@ In float16, gradients need the loss scale, which only the backward knows; withou
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from memfit.random_state import DrawnRandomNumbers
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import (
     SumGradientsInPlaceMode,
     autocast_dtype,
+    autocast_to,
 )
 from memfit.strategies.mechanisms.inspect_tensors import tensor_version
 
@@ -72,7 +72,7 @@ class SlicedLoss:
         """
         kind = inputs.device.type
         casts = SumGradientsInPlaceMode(self.head.parameters(), None)
-        with torch.no_grad(), _autocast(kind, autocast_dtype(kind), cache=False), casts:
+        with torch.no_grad(), autocast_to(kind, autocast_dtype(kind), cache=False), casts:
             for rows in self._slices(len(inputs)):
                 self._run(inputs[rows], targets, rows, totals)
 
@@ -242,15 +242,8 @@ def _again(
     *targets: torch.Tensor,
 ) -> list[torch.Tensor | None]:
     """Return the gradients, computed in the backward from that of the loss."""
-    with draws.replay(), _autocast(inputs.device.type, lower):
+    with draws.replay(), autocast_to(inputs.device.type, lower):
         return work.differentiate(inputs, targets, parameters, _Totals(), upstream)
-
-
-def _autocast(kind: str, lower: torch.dtype | None, *, cache: bool = True) -> AbstractContextManager[Any]:
-    """Return autocast to a dtype on a kind of device; off for None."""
-    if not torch.amp.is_autocast_available(kind):
-        return nullcontext()
-    return torch.autocast(kind, dtype=lower, enabled=lower is not None, cache_enabled=cache)
 
 
 def _gradients(
@@ -258,7 +251,7 @@ def _gradients(
 ) -> list[torch.Tensor | None]:
     """Return the gradients of a slice's loss, None where it does not depend on a tensor."""
     given = None if upstream is None else upstream.to(loss.dtype)
-    with _autocast(loss.device.type, None):  # as any backward
+    with autocast_to(loss.device.type, None):  # as any backward
         return list(torch.autograd.grad(loss, wanted, given, allow_unused=True))
 
 

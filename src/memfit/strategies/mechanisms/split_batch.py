@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memfit.errors import AmbiguousBatchError, UsageError
-from memfit.strategies.mechanisms.inspect_tensors import tensors_in_object
-from memfit.train.data.columns_or_samples import (
+from memfit.strategies.mechanisms.columns_or_samples import (
     ListLayout,
     Path,
     Role,
@@ -29,9 +28,10 @@ from memfit.train.data.columns_or_samples import (
     possible_batch_sizes,
     sample_counts_of_batch_values,
 )
+from memfit.strategies.mechanisms.inspect_tensors import tensors_in_object
 from memfit.user_lines import warn_user
 
-_ADVICE = (
+ENGINE_ADVICE = (
     "Pass two functions to memfit.Engine: size=lambda batch: ..., which returns the "
     "number of samples, and split=lambda batch, sizes: [...], which returns parts of "
     "those sizes."
@@ -51,6 +51,7 @@ class BatchSplitter:
     Args:
         size: the user's function for the number of samples of a batch.
         split: the user's function for the parts of a batch, with their sizes.
+        advice: what to do about a batch that cannot be split, as a sentence.
 
     >>> splitter = BatchSplitter()
     >>> batch = {"x": torch.zeros(5, 2), "y": torch.zeros(5), "epoch": 3}
@@ -62,7 +63,9 @@ class BatchSplitter:
         self,
         size: Callable[[Any], int] | None = None,
         split: Callable[[Any, list[int]], list[Any]] | None = None,
+        advice: str = ENGINE_ADVICE,
     ) -> None:
+        self._advice = advice
         self._size_of, self._parts_of = size, split
         self._roles: dict[Path, Role] = {}
         self._observed = 0
@@ -86,14 +89,14 @@ class BatchSplitter:
                 map(has_batch_dimension, batch)
             )  # tensors: columns
             if not collated:
-                _Splitter(batch, [size], self._roles).learn(batch)
+                _Splitter(batch, [size], self._roles, self._advice).learn(batch)
             return size
         parts = (
             f"its parts have the lengths {', '.join(map(str, sorted(found)))}"
             if found
             else "it contains no tensors, arrays or lists of samples"
         )
-        raise UsageError(f"Cannot determine the number of samples in a batch: {parts}. {_ADVICE}")
+        raise UsageError(f"Cannot determine the number of samples in a batch: {parts}. {self._advice}")
 
     def split(self, batch: Any, sizes: list[int]) -> list[Any]:
         """Split a batch into parts of the given sizes.
@@ -111,7 +114,7 @@ class BatchSplitter:
             return [batch]
         if isinstance(batch, torch.Tensor):
             return list(torch.split(batch, sizes))
-        splitter = _Splitter(batch, sizes, self._roles)
+        splitter = _Splitter(batch, sizes, self._roles, self._advice)
         splitter.learn(batch)
         parts = splitter.parts(batch)
         self._roles = splitter.roles
@@ -123,11 +126,22 @@ class BatchSplitter:
             return
         self._observed += 1
         try:
-            splitter = _Splitter(batch, [self.size(batch)], self._roles)
+            splitter = _Splitter(batch, [self.size(batch)], self._roles, self._advice)
             splitter.learn(batch)
         except UsageError:
             return
         self._roles = splitter.roles
+
+
+def even_micro_batch_sizes(samples: int, parts: int) -> list[int]:
+    """Return sizes that differ by at most one, the larger first; no part is empty.
+
+    >>> even_micro_batch_sizes(10, 4), even_micro_batch_sizes(2, 4)
+    ([3, 3, 2, 2], [1, 1])
+    """
+    parts = min(parts, samples)
+    small, more = divmod(samples, parts)
+    return [small + 1] * more + [small] * (parts - more)
 
 
 def warn_of_batch_norms(model: nn.Module, parts: str, *, because: str = "") -> None:
@@ -151,7 +165,8 @@ def warn_of_batch_norms(model: nn.Module, parts: str, *, because: str = "") -> N
 class _Splitter:
     """Splits one batch into parts of known sizes."""
 
-    def __init__(self, batch: object, sizes: list[int], roles: Roles) -> None:
+    def __init__(self, batch: object, sizes: list[int], roles: Roles, advice: str) -> None:
+        self._advice = advice
         self._batch, self._sizes, self._size = batch, sizes, sum(sizes)
         self.roles = dict(roles)
         """Completed by what this batch shows."""
@@ -209,7 +224,7 @@ class _Splitter:
         if len(value) != self._size:
             raise UsageError(
                 f"Cannot split a batch of {self._size} samples: {_described(path)} has {len(value)} entries, "
-                f"but in earlier batches it had one per sample. {_ADVICE}"
+                f"but in earlier batches it had one per sample. {self._advice}"
             )
         if type(value) is torch.Tensor:
             return list(value.split_with_sizes(self._sizes))
@@ -230,7 +245,7 @@ class _Splitter:
                 raise AmbiguousBatchError(
                     f"Cannot split a batch of {self._size} samples: {_described(path)} is ambiguous. Its "
                     f"{self._size} rows could be of one sample each, or it could be a mask between the "
-                    f"{self._size} entries of a sequence, for all samples. {_ADVICE}"
+                    f"{self._size} entries of a sequence, for all samples. {self._advice}"
                 )
             return "rows"
         if self._is_samples(value, path):
@@ -271,7 +286,7 @@ class _Splitter:
             raise AmbiguousBatchError(
                 f"The number of samples in a batch is ambiguous: {_described(path)} is a "
                 f"{type(value).__name__} of {len(value)} entries, which could be {len(value)} samples, or "
-                f"{len(value)} columns of {self._size} samples each. {_ADVICE}"
+                f"{len(value)} columns of {self._size} samples each. {self._advice}"
             )
         return False
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 import memfit
 from memfit.errors import AmbiguousBatchError, UsageError
 from memfit.strategies.accumulation import even_micro_batch_sizes
-from memfit.train.data.split_batch import BatchSplitter
+from memfit.strategies.mechanisms.split_batch import BatchSplitter
 
 
 def batch_size(batch):

@@ -1,0 +1,217 @@
+"""A model that returns its loss, slice by slice of its batch: each slice's backward follows its forward.
+
+    forward     for each slice: model, backward of its loss into sums       nothing runs twice
+    backward    sums * the gradient of the loss ──> the parameters
+
+In float16, gradients need the loss scale, which only the backward knows: the slices run again there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from memfit.errors import UsageError
+from memfit.random_state import DrawnRandomNumbers
+from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
+from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
+from memfit.strategies.mechanisms.loss_divisor import loss_divisor
+from memfit.strategies.mechanisms.slice_parameters import leaf_aliases, parameters_replaced
+
+Call = Callable[[], Any]
+"""Runs the model's forward on a slice."""
+
+
+@dataclass
+class LossOfSlices:
+    """The loss of a batch in slices.
+
+    Args:
+        module: the model.
+        calls: its forward on each slice.
+        sizes: samples of each slice.
+        layouts: of its outputs.
+        passed: arguments that every slice gets as they are.
+    """
+
+    module: nn.Module
+    calls: Sequence[Call]
+    sizes: Sequence[int]
+    layouts: OutputLayouts
+    passed: Sequence[Any]
+    """Arguments that every slice gets as they are: a loss that is divided by one of them is a sum."""
+    _sum: torch.Tensor | None = None
+    divisor: torch.Tensor | float | None = None
+    """By what the sum of all slices is divided; None for a sum."""
+
+    def output(self) -> Any:
+        """Return what the model returns for the batch: with the loss's gradient, and no other's."""
+        parameters = [each for each in self.module.parameters() if each.requires_grad]
+        outputs = JoinedOutputs(self.layouts, sum(self.sizes))
+        loss = _Held.apply(self, outputs, *parameters)
+        leaves, spec = tree_flatten(outputs.whole())
+        anchor = torch.empty(0, requires_grad=True)
+        leaves = [
+            loss
+            if each is _LOSS
+            else _WithoutGradient.apply(each, anchor)
+            if isinstance(each, torch.Tensor) and each.is_floating_point()
+            else each
+            for each in leaves
+        ]
+        return tree_unflatten(leaves, spec)
+
+    def run(self, outputs: JoinedOutputs | None, backward: Callable[[torch.Tensor], None] | None) -> None:
+        """Run all slices: forward, and the backward of each slice's sum."""
+        self._sum = self.divisor = None
+        for call, samples in zip(self.calls, self.sizes, strict=True):
+            with torch.enable_grad():
+                leaves, spec = tree_flatten(call())
+                place = place_of_loss(leaves)
+                if place is None:
+                    raise UsageError(
+                        "batch_slices: the model returns a loss for some slices of a batch only."
+                    )
+                divisor = loss_divisor(leaves[place])
+                if any(_is_same_number(divisor, each) for each in self.passed):
+                    divisor = None
+                total = leaves[place] if divisor is None else leaves[place] * divisor
+                leaves[place] = _LOSS
+            self._sum = _added(self._sum, total.detach())
+            self.divisor = _added(self.divisor, divisor)
+            if outputs is not None:
+                kept = [each.detach() if isinstance(each, torch.Tensor) else each for each in leaves]
+                outputs.add(tree_unflatten(kept, spec), samples)
+            del leaves
+            if backward is not None:
+                with autocast_to(total.device.type, None):  # as any backward
+                    backward(total)
+            del total
+
+    def differentiate(
+        self, outputs: JoinedOutputs | None, upstream: torch.Tensor | None = None
+    ) -> list[torch.Tensor | None]:
+        """Run all slices, and return the gradients of their sum, of each parameter that requires one.
+
+        Aliases of the parameters collect them: the parameters' own gradients, and hooks on them, are left
+        to the script's backward.
+        """
+        aliases = leaf_aliases(self.module)
+        with parameters_replaced(self.module, aliases):
+            self.run(outputs, lambda total: torch.autograd.backward(total, upstream))
+        return [each.grad for each in aliases.values()]
+
+    def total(self) -> torch.Tensor:
+        """Return the loss of the batch."""
+        if self._sum is None:
+            raise AssertionError("no slice has run")
+        return self._sum if self.divisor is None else self._sum / self.divisor
+
+    def kind(self) -> str:
+        """Return the type of the model's device."""
+        return next((each.device.type for each in self.module.parameters()), "cpu")
+
+    def needs_scaled_loss(self) -> bool:
+        """Return whether gradients may be computed in float16, whose range needs the loss scale."""
+        lower = autocast_dtype(self.kind())
+        own = {each.dtype for each in self.module.parameters()}
+        return torch.float16 in (own if lower is None else {lower})
+
+
+def _added(total: Any, part: Any) -> Any:
+    """Return a sum, without a copy of the first part; None if there are no parts."""
+    return total if part is None else part if total is None else total + part
+
+
+def _is_same_number(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.is_set_to(other)
+    return type(one) is type(other) and one == other
+
+
+class _Loss:
+    """Stands for the loss among a model's outputs."""
+
+
+_LOSS = _Loss()
+
+
+def place_of_loss(leaves: Sequence[Any]) -> int | None:
+    """Return which of a model's outputs is its loss; None if none is.
+
+    Raises:
+        UsageError: several may be.
+    """
+    found = [
+        index
+        for index, each in enumerate(leaves)
+        if isinstance(each, torch.Tensor) and not each.dim() and each.requires_grad
+    ]
+    if len(found) > 1:
+        raise UsageError(
+            f"batch_slices: the model returns {len(found)} single numbers that the script may differentiate, "
+            "and memfit divides batches only of a model that returns one loss, or none."
+        )
+    return found[0] if found else None
+
+
+class _Held(torch.autograd.Function):
+    """The loss of a batch, whose gradients were computed in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, work: LossOfSlices, outputs: JoinedOutputs, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.work, ctx.again = work, None
+        kind = work.kind()
+        ctx.autocast = kind, autocast_dtype(kind)
+        if work.needs_scaled_loss():
+            ctx.again = DrawnRandomNumbers.start((torch.default_generator,))
+            work.run(outputs, None)
+            ctx.again.keep_drawn()
+            ctx.save_for_backward(*parameters)  # a change of theirs before the backward is an error
+        else:
+            ctx.save_for_backward(*work.differentiate(outputs))
+        ctx.divisor = work.divisor
+        return work.total()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "batch_slices: a second derivative (create_graph=True) needs the whole graph of the model. "
+                "Leave out batch_slices."
+            )
+        factor = upstream if ctx.divisor is None else upstream / ctx.divisor
+        if ctx.again is not None:
+            _ = ctx.saved_tensors
+            with ctx.again.replay(), autocast_to(*ctx.autocast):
+                return None, None, *ctx.work.differentiate(None, factor)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        return (
+            None,
+            None,
+            *[
+                each if each is None else each * factor if keep else each.mul_(factor)
+                for each in ctx.saved_tensors
+            ],
+        )
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """An output beside the loss, whose graph does not exist any more."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, _anchor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: ARG004
+        raise UsageError(
+            "batch_slices: the script differentiates an output of the model that the model returns beside "
+            "its loss. With batch_slices, only the loss has gradients. Leave out batch_slices, or have the model "
+            "return no loss (transformers: pass no labels)."
+        )
