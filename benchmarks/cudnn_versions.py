@@ -3,9 +3,8 @@
     python benchmarks/cudnn_versions.py --folder FOLDER [--versions 9.8.0.87 ...] [--jobs regnet ...]
         [--markdown FILE] [--json FILE]
 
-Wheels of each version are downloaded into FOLDER and unpacked there: about 1 GB a version. A version is that
-of nvidia-cudnn-cu12; with ``/13`` appended, that of nvidia-cudnn-cu13. Without --versions, they are those of
-``VERSIONS``; the installed cuDNN is always asked, too.
+Wheels of nvidia-cudnn-cu12 are downloaded into FOLDER and unpacked there: about 1 GB a version. Without
+--versions, they are those of ``VERSIONS``; the installed cuDNN is always asked, too.
 
 Each job is a row of benchmarks/accuracy/milabench.csv. It is trained for two steps on the ghost, in a process
 of its own, with one cuDNN answering. PyTorch chooses among the engines, so what it reserves follows from the
@@ -124,13 +123,8 @@ def main() -> None:
 
 def _downloaded(version: str, folder: Path, no_device: str) -> Libraries:
     """Return a version of cuDNN, unpacked in ``folder`` and downloaded if it is not there."""
-    number, _, cuda = version.partition("/")
-    root = folder / (f"{number}-cu{cuda}" if cuda else number)
-    if cuda:
-        before = [_installed(no_device).before[-1]]
-    else:
-        before = [str(_unpack(LIBRARIES, folder / "cuda12", name)) for name in ("libcublasLt", "libnvrtc")]
-    library = _unpack([f"nvidia-cudnn-cu{cuda or 12}=={number}"], root, "libcudnn")
+    before = [str(_unpack(LIBRARIES, folder / "cuda12", name)) for name in ("libcublasLt", "libnvrtc")]
+    library = _unpack([f"nvidia-cudnn-cu12=={version}"], folder / version, "libcudnn")
     return Libraries(version, str(library), (no_device, *before))
 
 
