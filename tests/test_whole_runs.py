@@ -5,6 +5,7 @@ MEMFIT_TIMES=2 runs every example, in ten minutes.
 
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -131,8 +132,11 @@ def test_a_resumed_run_that_does_not_train_is_named(dry_run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(each.name for each in EXAMPLES.glob("*.py")) if ALL else ["lstm.py"])
-def test_an_example_ends_by_itself_and_its_training_allocates_what_it_does_in_a_plain_run(dry_run, name):
+def test_an_example_ends_by_itself_and_its_training_allocates_what_it_does_in_a_plain_run(
+    dry_run, name, tmp_path
+):
     script, room = (EXAMPLES / name).read_text(), ("--memory", "256GiB")
+    shutil.copy(EXAMPLES / "gpt.py", tmp_path)  # gpt_chunked_head.py imports it
     whole = dry_run(script, options=("--whole", *room)).answer
     plain = dry_run(script, options=("--steps", max(3, whole["steps"]), *room)).answer
     stages = {stage["name"]: stage["allocated"] for stage in whole["stages"]}
