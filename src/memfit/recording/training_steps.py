@@ -277,8 +277,17 @@ class TrainingStepTracker:
         )
         self._complete(steps)
 
-    def count_steps_of_used_optimizers(self) -> None:
-        """Count the steps of a run that ended while optimizers that never stepped counted as in use."""
+    def count_last_steps(self) -> None:
+        """Count the steps of a run that ended by itself which its next steps would have shown.
+
+        Optimizers that never stepped counted as in use; an update by hand is known by the next backward pass.
+        """
+        if not self._last_round and self.completed and self.completed == self.backwards - 1:
+            kinds = [kind for _, kind, _ in self._book.marks]
+            after = len(kinds) - kinds[::-1].index(MarkKind.BACKWARD)
+            moment = self._book.marks[after][0] if after < len(kinds) else self._book.moment()
+            self._book.marks.insert(after, (moment, MarkKind.TRAINING_STEP, self.completed))
+            self.completed += 1
         used = set(self._number.values())
         made: Counter[int] = Counter()
         marks = []
