@@ -8,11 +8,12 @@ flag with ``True`` and later reads it must get ``True``. This module stores such
     both = done | flags                              known if both operands are
     done.add_(1)                                     no rule, but the version is now 1: forgotten
 
-A value is recorded for a tensor's storage. It is valid while that tensor, or what ``detach`` made of it, lives
-(a reused address belongs to another tensor) and while the version is the same, which autograd increments with every in-place write through
-any view. Two measures cover writes that do not increment it: a value is recorded only when no kernel can
-still be writing to the tensor (``propagation_rules.py``), and a storage that is exposed without the counter,
-by ``Tensor.data``, ``data_ptr`` or DLPack, is never known again (``KnownValues.expose``).
+A value is recorded for a tensor's storage. It is valid while that tensor, or what ``detach`` made of it,
+lives (a reused address belongs to another tensor) and while the version is the same, which autograd
+increments with every in-place write through any view. Two measures cover writes that do not increment it: a
+value is recorded only when no kernel can still be writing to the tensor (``propagation_rules.py``), and a
+storage that is exposed without the counter, by ``Tensor.data``, ``data_ptr`` or DLPack, is never known again
+(``KnownValues.expose``).
 
 Nothing here may change allocations. So no device memory is kept alive, and no storage is accessed as a Python
 object: its use count would increase, and autograd would accumulate gradients into new memory instead of in
