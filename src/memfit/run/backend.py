@@ -91,7 +91,7 @@ class Backend(ABC):
         if missing:
             return replace(end, missing_updates=missing, stand_ins=reads or self.stand_ins())
         if not end.stopped:
-            self._recorder.steps.count_steps_of_used_optimizers()
+            self._recorder.steps.count_last_steps()
         return end if end.stopped else replace(end, stand_ins=updates.steering())
 
     @abstractmethod
