@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
+from memfit.analysis.side_stream_peak_range import AT_ONCE
 from memfit.analysis.trial_result import (
     MOST_STAND_INS,
     STAND_INS_READ,
@@ -368,7 +369,7 @@ def _memory_shortage(result: DryRun) -> str:
     if result.bound or _races(result):
         amount = f"at most {shown(most)}"
     elif bare is None:
-        amount = shown(most)
+        amount = "at least " * (result.needs.source == AT_ONCE) + shown(most)
     elif shown(bare.bytes + others) == shown(has):  # the GPU on which it failed is the lower end
         amount = f"up to {shown(most)}"
     else:
