@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.runtime_bindings import GhostRuntime
@@ -108,6 +109,9 @@ def patch_torch_to_track_values(values: AssumedValues, ghost: GhostRuntime) -> N
     _forget_uncounted(values)
     track_small_tensors(values)
     track_exchanged_values(values)
+    # What the parameters of lazy modules may be passed to, PyTorch compares by identity.
+    allowed = UninitializedTensorMixin._allowed_methods
+    allowed += [getattr(torch.Tensor, each.__name__, each) for each in allowed]
 
 
 def _record(
