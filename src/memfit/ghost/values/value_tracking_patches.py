@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.runtime_bindings import GhostRuntime
@@ -89,6 +88,11 @@ _PRESERVING = Patch(
 )
 _GRAPH = Patch("torch.cuda.graphs:CUDAGraph", "replay", why="forget values that captured writes replace")
 _SWAPPING = Patch("torch.utils", "swap_tensors", why="drop the references that it refuses")
+_LAZY = Patch(
+    "torch.nn.parameter:UninitializedTensorMixin",
+    "_allowed_methods",
+    why="move modules that do not know their sizes yet",
+)
 _FUSED = Patch("torch", "_fused_*_", why="forget values that are written past autograd")
 
 
@@ -109,9 +113,14 @@ def patch_torch_to_track_values(values: AssumedValues, ghost: GhostRuntime) -> N
     _forget_uncounted(values)
     track_small_tensors(values)
     track_exchanged_values(values)
-    # What the parameters of lazy modules may be passed to, PyTorch compares by identity.
-    allowed = UninitializedTensorMixin._allowed_methods
-    allowed += [getattr(torch.Tensor, each.__name__, each) for each in allowed]
+    _LAZY.install("_allowed_methods", _MethodsByName)
+
+
+class _MethodsByName(list[Any]):
+    """Methods that PyTorch looks for by identity: a wrapper, which has the name of a method, is the same."""
+
+    def __contains__(self, method: object) -> bool:
+        return getattr(method, "__name__", "") in {each.__name__ for each in self}
 
 
 def _record(
