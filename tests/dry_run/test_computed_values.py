@@ -115,6 +115,10 @@ MASKED = """
         whole = chosen.new_zeros(mask.shape).masked_scatter(mask, chosen)
         del mask
         whole.sum().backward()
+    mask = torch.arange(40).cuda() > 12
+    total = model(torch.ones(40, 8, device="cuda"))[mask].view(27, 8).sum()
+    mask.untyped_storage()  # may be written through it, which would not be seen
+    total.backward()
     size = (torch.tensor([3, 4]).cuda() * 2).detach()
     print(len(chosen), size.tolist())
     alias = size.detach()
@@ -125,7 +129,7 @@ MASKED = """
 
 
 def test_known_elements_outlive_a_tensor_in_what_detach_made_of_it(dry_run):
-    """Here, the backward counts the mask's elements again, after the script has dropped the mask."""
+    """Here, the backward counts a mask's elements again: one that the script dropped, one that it exposed."""
     run = dry_run(MASKED, options=("--to-end",))
     assert run.out.splitlines()[:2] == ["25 [6, 8]", "[7, 9]"], run.err
 

@@ -93,7 +93,7 @@ class Backend(ABC):
             return replace(end, missing_updates=missing, stand_ins=reads or self.stand_ins())
         if not end.stopped:
             self._recorder.steps.count_last_steps()
-        return end if end.stopped else replace(end, stand_ins=updates.steering())
+        return replace(end, stand_ins=updates.steering(stopped=end.stopped))
 
     @abstractmethod
     def device(self) -> DeviceUse:
@@ -156,7 +156,7 @@ class GhostBackend(Backend):
             forward_lines=recorder.labelled_lines,
             fallback_where=recorder.place,
             senders_exist=self._options.real_ranks,
-            on_stand_in=lambda read: recorder.steps.updates.note_read(read, use_of_read()),
+            on_stand_in=lambda read: recorder.steps.updates.note_read(read, *use_of_read()),
         )
         if self._settings.shown_memory is not None:
             show_device_memory_to_script(self._settings.shown_memory)

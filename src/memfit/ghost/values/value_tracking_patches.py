@@ -88,6 +88,11 @@ _PRESERVING = Patch(
 )
 _GRAPH = Patch("torch.cuda.graphs:CUDAGraph", "replay", why="forget values that captured writes replace")
 _SWAPPING = Patch("torch.utils", "swap_tensors", why="drop the references that it refuses")
+_LAZY = Patch(
+    "torch.nn.parameter:UninitializedTensorMixin",
+    "_allowed_methods",
+    why="move modules that do not know their sizes yet",
+)
 _FUSED = Patch("torch", "_fused_*_", why="forget values that are written past autograd")
 
 
@@ -108,6 +113,14 @@ def patch_torch_to_track_values(values: AssumedValues, ghost: GhostRuntime) -> N
     _forget_uncounted(values)
     track_small_tensors(values)
     track_exchanged_values(values)
+    _LAZY.install("_allowed_methods", _MethodsByName)
+
+
+class _MethodsByName(list[Any]):
+    """Methods that PyTorch looks for by identity: a wrapper, which has the name of a method, is the same."""
+
+    def __contains__(self, method: object) -> bool:
+        return getattr(method, "__name__", "") in {each.__name__ for each in self}
 
 
 def _record(
