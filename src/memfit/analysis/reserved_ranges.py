@@ -28,6 +28,11 @@ class ReservedRange:
     expandable: bool
 
 
+def reserves_in_segments(trace: Trace) -> bool:
+    """Return whether the allocator of the run reserved memory in segments, which its history then records."""
+    return AllocatorConfig.read(trace.settings).has_segments
+
+
 def reserved_ranges_of_trace(trace: Trace) -> list[ReservedRange]:
     """Return all reserved ranges by ``born``; none for an allocator without segments."""
     config = AllocatorConfig.read(trace.settings)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from string import Template
 
-from memfit.allocator.config import AllocatorConfig
+from memfit.analysis.reserved_ranges import reserves_in_segments
 from memfit.records import Attribution, DryRun, Timeline, Trace
 from memfit.report.html import static_page_parts
 from memfit.report.html.page_payload import page_payload
@@ -39,8 +39,7 @@ def run_report_html(
     if not source:
         summary = _without_source(summary)
     found = page_payload(trace, line, attribution, summary, words)
-    has_segments = AllocatorConfig.read(trace.settings).has_segments  # which the history then records
-    missing = {"no-source": not source, "no-segments": not has_segments}
+    missing = {"no-source": not source, "no-segments": not reserves_in_segments(trace)}
     style = "".join(map(read_page_asset, _STYLES)) + static_page_parts.layer_colours_css(found.facts)
     script = "(() => {\n'use strict';\n" + "\n".join(map(read_page_asset, _SCRIPTS)) + "})();\n"
     return Template(read_page_asset("page.html")).substitute(
