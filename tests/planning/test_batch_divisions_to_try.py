@@ -34,6 +34,7 @@ class BatchedScript(Script):
         self.refuses = refuses
         self.divided = []
         self.steps = {size: self._recorded(size) for size in (128, 64, 32, 16)}
+        self.step = self.steps[128]
         if step is not None:
             self.steps[64] = step
 
@@ -42,7 +43,9 @@ class BatchedScript(Script):
         torch.manual_seed(0)
         network = feed_forward(samples=samples)
         network.gradients()
-        return enlarged(network.record())
+        step = enlarged(network.record())
+        # The model returns its loss: with batch slices, nothing runs again.
+        return replace(step, forward=tuple(replace(each, call=max(each.call, 0)) for each in step.forward))
 
     def __call__(self, change, what):
         loader = LoaderBatchSize(128, "t.py:7")

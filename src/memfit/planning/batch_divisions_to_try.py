@@ -7,6 +7,7 @@ allocated
   └───────────── parts
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from memfit.analysis.trial_result import TrialResult, why_run_failed
@@ -14,8 +15,9 @@ from memfit.planning.batch_size_changes import (
     batch_division_changes,
     process_bytes_independent_of_batch,
     why_batches_are_indivisible,
-    with_assumption_on_samples,
+    with_facts_on_samples,
 )
+from memfit.planning.carry_out_in_slices import fastest_in_slices, without_running_again
 from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
 from memfit.planning.optimizer_state_changes import makes_updates_in_backward, optimizer_state_bytes_saved
 from memfit.planning.run_changes_on_ghost import PlanRuns
@@ -62,6 +64,9 @@ class BatchDivisionsToTry:
         """Those that may be made of the base, largest parts first."""
         self.why_no_more = ""
         """Why batches are not divided, or no further, as a clause."""
+        self.in_loop: PlanRun | None = None
+        """The chosen plan with micro-batches that the loop makes, if slices are chosen in their place."""
+        self._again = bases.forward_again()
         self._are_independent = False
         """Whether two batches, one half as large as the other, have shown that samples are."""
         self._alone: dict[int, PlanRun] = {}
@@ -70,6 +75,18 @@ class BatchDivisionsToTry:
     def _need_whole_batches(self) -> None:
         if self._bases.floors is not None:
             self._bases.floors.parts = 1
+
+    def leave_loop(self, found: PlanRun, ran: Iterable[PlanRun]) -> PlanRun:
+        """Return the fastest plan that fits and divides batches inside the model's call, not in the loop.
+
+        If none fits, the plan that was found.
+        """
+        chosen, self.in_loop = fastest_in_slices(found, ran, self._runs, self._budget, self._again)
+        return self.made_by_loop(chosen)
+
+    def made_by_loop(self, run: PlanRun) -> PlanRun:
+        """Return a run with the time that it takes if the loop divides batches."""
+        return without_running_again(run, self._again)
 
     def begin(self, root: CheckpointingBase) -> None:
         """Begin with a base with whole batches: find the divisions that may be enough for it.
@@ -123,7 +140,7 @@ class BatchDivisionsToTry:
                 self._runs.tried.pop()
             return []
         self._are_independent = True
-        plan = with_assumption_on_samples(plan, samples.assumed)
+        plan = with_facts_on_samples(plan, samples.assumed, samples.dim)
         change = replace(made[1].change, micro_batches=plan.micro_batches)
         run = self._runs.tried[-1] = replace(made[1], change=change)
         base = replace(self._bases.base(plan, made[0], run), copies=whole.copies)

@@ -130,11 +130,11 @@ def _option(trace: Trace, purpose: ScriptOptionPurpose) -> ScriptOption | None:
     return next((option for option in trace.options if option.purpose is purpose), None)
 
 
-def with_assumption_on_samples(division: Change, assumed: str) -> Change:
-    """Return a division with what memfit assumes about its samples, as in ``DividedBatches``."""
+def with_facts_on_samples(division: Change, assumed: str, dim: int | None) -> Change:
+    """Return a division with what memfit assumes, and knows, about its samples, as in ``DividedBatches``."""
     if division.micro_batches is None:
         return division
-    return replace(division, micro_batches=replace(division.micro_batches, assumed=assumed))
+    return replace(division, micro_batches=replace(division.micro_batches, assumed=assumed, dim=dim))
 
 
 def smaller_batch_change_of_division(division: Change) -> Change:

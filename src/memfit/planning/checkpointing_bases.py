@@ -25,7 +25,12 @@ from memfit.planning.optimizer_state_changes import (
     offloads_state,
     optimizer_state_changes,
 )
-from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, forward_and_backward_seconds
+from memfit.planning.run_changes_on_ghost import (
+    PlannedScript,
+    PlanRuns,
+    forward_and_backward_seconds,
+    seconds_to_run_model_again,
+)
 from memfit.planning.shardings import own_sharding_changes, with_unsharded_module_names
 from memfit.planning.strategy_and_allocator_changes import FUSED_OPTIMIZER, PRECISIONS, AllowedChanges
 from memfit.records import Category, Change, Phase, PlanRun, ScriptEnd, StepOperations
@@ -201,7 +206,16 @@ class CheckpointingBases:
         step = plan.parts * (
             forward_and_backward_seconds(result.operations, self._script.seconds) / self.step + copies
         )
+        if plan.micro_batches is not None and plan.micro_batches.by_hand:  # by slices
+            step += (plan.parts - 1) / plan.parts * self.forward_again()
         return step + (self._copies_of_state() if offloads_state(plan) else 0.0)
+
+    def forward_again(self) -> float:
+        """Return the time of running the model again on a batch, relative to a step as written."""
+        operations = self._plain.operations
+        if operations is None:
+            return 0.0
+        return seconds_to_run_model_again(operations, self._script.seconds) / self.step
 
     def offloading(self, base: CheckpointingBase) -> CheckpointingBase:
         """Return a base in which the inputs of what is recomputed wait on the host."""

@@ -19,7 +19,7 @@ from memfit.planning.batch_size_changes import (
     batch_division_changes,
     smaller_batch_change_of_division,
     why_batches_are_indivisible,
-    with_assumption_on_samples,
+    with_facts_on_samples,
 )
 from memfit.planning.memory_floor import MemoryFloor, MemoryFloors, memory_floor_of_updates
 from memfit.planning.plan_search_base import (
@@ -152,7 +152,7 @@ class CompiledPlanSearch(PlanSearch):
             return []
         draws = self._judge(ways[0])
         found = [] if self._undivided else batch_division_changes(trace, draws=draws)
-        return [with_assumption_on_samples(each, self._samples.assumed) for each in found]
+        return [with_facts_on_samples(each, self._samples.assumed, None) for each in found]
 
     def _judge(self, division: Change) -> bool:
         """Find out whether batches must not be divided; return whether a step draws random numbers."""

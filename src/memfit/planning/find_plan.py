@@ -16,6 +16,7 @@ finds none, the fastest that fits is tight: from what has run by then, it goes o
 """
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -33,6 +34,7 @@ from memfit.planning.plan_search_base import (
     OnFound,
     OutOfTimeError,
     PlanSearch,
+    ways_tried,
     why_smallest_exceeds_budget,
 )
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
@@ -216,11 +218,14 @@ class _OperationSearch(PlanSearch):
         if found is None or found.time > self._allowed.slowdown:
             tight = self._tight(bases)
             if tight is not None and (found is None or tight.time <= self._allowed.slowdown):
-                return self._answer(chosen=tight, bound=0.0)
+                return self._answer(chosen=self._divisions.leave_loop(tight, self._ran), bound=0.0)
         if found is None:
             return self._no_plan(min(self._ran, key=lambda run: run.needs.bytes))
-        bound = min(base.run.time + base.change.parts * self._least(base) / self._step for base in bases)
-        return self._answer(chosen=found, bound=min(bound, found.time))
+        times = [self._divisions.made_by_loop(base.run).time for base in bases]
+        added = [base.change.parts * self._least(base) / self._step for base in bases]
+        bound = min(map(operator.add, times, added))
+        chosen = self._divisions.leave_loop(found, self._ran)
+        return self._answer(chosen=chosen, bound=min(bound, chosen.time))
 
     def _search_roots(self, roots: Iterable[CheckpointingBase]) -> list[CheckpointingBase]:
         """Choose the fastest plan under some roots; return these, and the divisions of their batches."""
@@ -262,8 +267,8 @@ class _OperationSearch(PlanSearch):
             self._offer()
             if self._is_exhausted:
                 return best
-            worth = [base for base in bases if best is None or self._may_be_taken(base)]
-            worth = [base for base in worth if self._may_fit(base)]
+            worth = [each for each in bases if best is None or self._may_be_taken(each)]
+            worth = list(filter(self._may_fit, worth))
             found = [] if self._refusal else [each for base in worth if (each := self._proposal(base))]
             fits = [each for each in found if each[0].bracket.needs(each[1]) <= self._runs.budget]
             likely = min(fits, key=lambda each: self._time(*each), default=None)
@@ -375,19 +380,13 @@ class _OperationSearch(PlanSearch):
         floor = self._bases.floor()
         if floor is not None and floor.needs.bytes > self._budget:
             return self._answer_below(floor, smallest)
-        reason = self._refusal or self._too_small(smallest)
+        reason = self._refusal or why_smallest_exceeds_budget(
+            smallest, ways_tried(smallest, self._runs.tried)
+        )
         return self._answer(smallest=smallest, reason=reason)
 
-    def _too_small(self, smallest: PlanRun) -> str:
-        ways = ["shards the model"] * ("sharding" in smallest.change.plan)
-        ways += ["divides batches"] * (smallest.change.micro_batches is not None)
-        ways += ["recomputes activations", "offloads the inputs of what it recomputes"]
-        if any("optimizer_state" in run.change.plan for run in self._runs.tried):
-            ways.append("updates parameters in the backward or offloads the optimizer's state")
-        return why_smallest_exceeds_budget(smallest, f"{', '.join(ways[:-1])}, and {ways[-1]}")
-
     def _completed(self, answer: ScriptPlan) -> ScriptPlan:
-        found = replace(answer, undivided=self._divisions.why_no_more)
+        found = replace(answer, undivided=self._divisions.why_no_more, in_loop=self._divisions.in_loop)
         if found.chosen is None or "sharding" not in found.chosen.change.plan:
             return found
         before, now = (

@@ -176,6 +176,21 @@ def _much_of(terms: Sequence[Term], needs: Figure) -> str:
     )
 
 
+def ways_tried(smallest: PlanRun, tried: Sequence[PlanRun]) -> str:
+    """Return how memfit lowered the peak, as a clause.
+
+    Args:
+        smallest: the plan that needs least.
+        tried: all that ran.
+    """
+    ways = ["shards the model"] * ("sharding" in smallest.change.plan)
+    ways += ["divides batches"] * (smallest.change.micro_batches is not None)
+    ways += ["recomputes activations", "offloads the inputs of what it recomputes"]
+    if any("optimizer_state" in run.change.plan for run in tried):
+        ways.append("updates parameters in the backward or offloads the optimizer's state")
+    return f"{', '.join(ways[:-1])}, and {ways[-1]}"
+
+
 def why_smallest_exceeds_budget(smallest: PlanRun, ways: str) -> str:
     """Return why no plan fits: what holds the memory at the smallest peak.
 

@@ -219,6 +219,14 @@ def host_copy_time_estimator(device: Device) -> Callable[[int], float]:
     return lambda size: 2 * size / device.host_bandwidth
 
 
+def seconds_to_run_model_again(step: StepOperations, seconds: Callable[[Operation], float]) -> float:
+    """Return the seconds of the model's forward; 0 if it returns its loss: slices then run once."""
+    last = max((operation.source for operation in step.backward), default=-1)
+    if last >= 0 and step.forward[last].call >= 0:
+        return 0.0
+    return sum(seconds(operation) for operation in step.forward if operation.call >= 0)
+
+
 def forward_and_backward_seconds(step: StepOperations, seconds: Callable[[Operation], float]) -> float:
     """Return the seconds of the forward and the backward of a step."""
     return sum(seconds(operation) for operation in (*step.forward, *step.backward))

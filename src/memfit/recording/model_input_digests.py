@@ -71,6 +71,7 @@ class ModelInputRecorder:
         self._left = _MOST_BYTES
         self._drawn: list[list[tuple[str, ...]]] = []
         self._computed = False
+        self._shapes: list[tuple[int, ...]] = []
         self._in_model = 0
 
     def install(self, hooks: InstalledHooks) -> None:
@@ -84,13 +85,20 @@ class ModelInputRecorder:
     def found(self) -> StepInputs:
         """Return what has been recorded."""
         drawn = tuple(tuple(each) for each in self._drawn if each)
-        return StepInputs(tuple(self._copied), tuple(self._passed), drawn, self._computed)
+        return StepInputs(
+            tuple(self._copied),
+            tuple(self._passed),
+            drawn,
+            self._computed,
+            tuple(self._shapes[:_MOST_TENSORS]),
+        )
 
     def passes(self, passed: Any) -> None:
         """Note what the model is passed: it is about to be called."""
         with without_dispatch_modes():
             for leaf in tree_leaves(passed):
                 if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
+                    self._shapes.append(tuple(leaf.shape))
                     self._pass(leaf)
 
     def _pass(self, tensor: torch.Tensor) -> None:

@@ -41,10 +41,17 @@ class DividedBatches:
     assumed: str = field(default="", compare=False)
     """On which condition, which memfit has not seen, the parts have the samples of the batch, and why it has
     not; empty if it has."""
+    dim: int | None = field(default=None, compare=False)
+    """Along which dimension of the model's inputs samples lie; None if that is not known."""
     by_option: bool = False
     """Whether the script's own options sum the gradients, too: nothing is to be changed in its loop."""
     by_engine: bool = False
     """Whether ``memfit.Engine`` divides batches, as for a ``memfit.Job``."""
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the script's loop is to be changed for it."""
+        return not self.by_option and not self.by_engine
 
     @property
     def in_loop(self) -> tuple[str, ...]:
@@ -189,6 +196,7 @@ STRATEGY_TRAITS: Mapping[str, StrategyTraits] = {
     "sharding": StrategyTraits(Equality.BITWISE, is_late=False, is_in_model=True),
     "accumulation": StrategyTraits(Equality.ROUNDING, is_late=False, is_in_model=False),
     "compilation": StrategyTraits(Equality.ROUNDING, is_late=True, is_in_model=True),
+    "batch_slices": StrategyTraits(Equality.ROUNDING, is_late=True, is_in_model=True),
 }
 """The fields of a ``memfit.Plan``."""
 _UNKNOWN = StrategyTraits(Equality.OTHER, is_late=False, is_in_model=False)

@@ -31,6 +31,8 @@ class StepInputs:
     """By pass over a loader that makes batches of samples: the indices of those in each batch."""
     computed: bool = False
     """Whether the model was passed, in the recorded step, what the GPU had computed."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of the first tensors that the model was passed in the recorded step."""
 
 
 @dataclass(frozen=True, slots=True)

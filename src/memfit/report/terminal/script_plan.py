@@ -72,8 +72,17 @@ def _kept_share(run: PlanRun) -> str:
     return f"activation_memory_budget {run.change.plan['compilation']['activation_memory_budget']:g}"
 
 
-def _micro_batches(chosen: PlanRun) -> Iterator[str]:
-    """Say what to change in the script so that it divides its batches."""
+def _slices(run: PlanRun) -> list[str]:
+    settings = run.change.plan.get("batch_slices", {})
+    kept = f", of which {settings['kept']} are kept" if "kept" in settings else ""
+    return [f"{settings['count']} slices{kept}"] if settings else []
+
+
+def _divided_batches(chosen: PlanRun) -> Iterator[str]:
+    """Say what divides batches: slices, or what to change in the script."""
+    for slices in _slices(chosen):
+        yield f"Each batch in {slices}, inside the model's call: the training loop stays as it is."
+        yield "    Random numbers, such as those of dropout, are others than for the whole batch."
     divided = chosen.change.micro_batches
     if divided is None:
         return
@@ -159,6 +168,7 @@ def plan_changes_in_words(run: PlanRun) -> str:
     named = [sharding_name(run.change.plan["sharding"])] if "sharding" in run.change.plan else []
     named += map(call_options_in_words, run.change.own_sharding.values())
     named += [f"{divided.count} micro-batches of {divided.size}"] if divided is not None else []
+    named += _slices(run)
     regions = run.change.plan.get("checkpointing", {}).get("regions", [])
     part, split = (
         sum(len(region["modules"]) for region in regions if region.get(name))
@@ -277,6 +287,9 @@ def _chosen(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[
         kind = "of this kind" + " that is not tight" * (result.uncertainty > 0 and not result.is_tight)
         bound = f"; no plan {kind} takes less than {result.bound:.3f}" if result.bound else ""
         yield f"Time: {chosen.time:.3f} times the script as written{bound} (assumed: {result.rule})."
+    if result.in_loop is not None and result.in_loop.time < chosen.time:
+        yield f"With changes of the training loop instead, {result.in_loop.time:.3f} times:"
+        yield from _divided_batches(result.in_loop)
     if result.sent is not None:
         before, now = map(format_gib, result.sent)
         against = "" if chosen is result.as_written else f", with DDP {before}"
@@ -353,7 +366,7 @@ def _changes(chosen: PlanRun) -> Iterator[str]:
         yield f"{sharding_name(settings)}: memfit.Sharding({given})."
     if "precision" in chosen.change.plan:
         yield f"Precision: {_precision(chosen)}."
-    yield from _micro_batches(chosen)
+    yield from _divided_batches(chosen)
     for _, sentence in optimizer_changes_in_words(chosen.change.plan.get("optimizer_state", {})):
         yield sentence
     if chosen.change.fused:
