@@ -225,6 +225,9 @@ class _OperationSearch(PlanSearch):
         added = [base.change.parts * self._least(base) / self._step for base in bases]
         bound = min(map(operator.add, times, added))
         chosen = self._divisions.leave_loop(found, self._ran)
+        if self._divisions.in_loop is not None:  # what recomputes in whole batches may now be faster
+            self._divisions.left, self._runs.chosen = [], chosen
+            chosen = self._search([base for base in bases if base.change.parts == 1]) or chosen
         return self._answer(chosen=chosen, bound=min(bound, chosen.time))
 
     def _search_roots(self, roots: Iterable[CheckpointingBase]) -> list[CheckpointingBase]:
