@@ -71,20 +71,25 @@ class BatchedScript(Script):
 def test_batches_are_divided_where_that_takes_less_time_than_recomputation():
     script = BatchedScript()
     found = planned(script, 0.55)
-    assert (found.chosen.change.micro_batches.count, found.chosen.change.micro_batches.size) == (2, 64)
-    assert found.chosen.change.micro_batches.where == "t.py:7"
-    assert found.chosen.change.micro_batches.draws
-    assert found.chosen.change.plan == {"accumulation": {"parts_per_batch": 2}}
-    assert 1.0 <= found.bound <= found.chosen.time < 1.05
-    assert found.chosen.equality == "up to rounding"
-    assert (script.divided, script.changes, found.models) == ([2], [], ())
-    written = json.loads(result_to_json(found))
-    assert (written["micro_batches"]["loader"]["size"], written["equality"]) == (64, "up to rounding")
+    divided = found.in_loop.change.micro_batches
+    assert (divided.count, divided.size, divided.where, divided.draws) == (2, 64, "t.py:7", True)
+    assert found.in_loop.change.plan == {"accumulation": {"parts_per_batch": 2}}
+    assert 1.0 <= found.bound <= found.in_loop.time < 1.05 < found.chosen.time
+    assert (found.in_loop.equality, script.divided) == ("up to rounding", [2])
+    written = json.loads(result_to_json(found))["in_loop"]
+    assert written["micro_batches"]["loader"]["size"] == 64
+
+
+def test_where_slices_are_not_known_to_suit_the_model_whole_batches_are_recomputed():
+    """The recorded steps say nothing of what the model is passed: not along which dimension samples lie."""
+    found = planned(BatchedScript(), 0.55)
+    assert found.chosen.change.plan.keys() == {"checkpointing"}
+    assert found.chosen.equality == "bit for bit"
 
 
 def test_batches_are_divided_no_further_than_needed():
     script = BatchedScript()
-    assert planned(script, 0.3).chosen.change.micro_batches.count == 4
+    assert planned(script, 0.3).in_loop.change.micro_batches.count == 4
     assert script.divided == [2, 4]
 
 
@@ -168,9 +173,9 @@ def test_a_loop_that_cannot_accumulate_is_recomputed_and_the_reason_is_kept():
 def test_modules_are_recomputed_in_micro_batches_where_neither_is_enough():
     script = BatchedScript(refuses=lambda change: change.parts > 2)
     found = planned(script, 0.4)
-    assert found.chosen.change.micro_batches.count == 2
-    assert found.chosen.change.plan.keys() == {"accumulation", "checkpointing"}
-    assert found.chosen.needs.bytes <= found.budget
+    assert found.in_loop.change.micro_batches.count == 2
+    assert found.in_loop.change.plan.keys() == {"accumulation", "checkpointing"}
+    assert found.in_loop.needs.bytes <= found.budget
     assert found.undivided == "it drops gradients"
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.carry_out_in_slices import fastest_in_slices
+from memfit.planning.carry_out_in_slices import SlicedPlans, is_made_by_loop
 from memfit.planning.run_changes_on_ghost import PlanRuns
 from memfit.planning.sample_independence import dimension_of_samples
 from memfit.records import Change, DividedBatches, LoaderBatchSize, ScriptEnd, StepInputs
@@ -47,8 +47,8 @@ def search(sizes):
 def carried_out(sizes, parts=(2, 4), again=AGAIN, **settings):
     runs, seen = search(sizes)
     found = [divided(count, 1.0 + count / 100, runs, **settings) for count in parts]
-    chosen, in_loop = fastest_in_slices(found[0], found, runs, 70 * MIB + OUTSIDE, again)
-    return chosen, in_loop, seen
+    plans = SlicedPlans(runs, 70 * MIB + OUTSIDE, again)
+    return plans.fastest(found[0], found), plans.made_by_loop(found[0]), seen
 
 
 def test_slices_take_the_place_of_as_many_micro_batches():
@@ -66,19 +66,19 @@ def test_where_as_many_slices_do_not_fit_the_next_plan_is_tried():
 
 
 def test_a_plan_that_cannot_make_up_for_what_slices_need_more_is_not_run():
-    chosen, in_loop, seen = carried_out({(2, 1): 100, (4, 1): 80}, parts=(2, 2, 4))
-    assert (chosen.change.parts, in_loop, seen) == (2, None, [{"count": 2}, {"count": 4}])
+    chosen, _, seen = carried_out({(2, 1): 100, (4, 1): 80}, parts=(2, 2, 4))
+    assert (is_made_by_loop(chosen), chosen.change.parts, seen) == (True, 2, [{"count": 2}, {"count": 4}])
 
 
 def test_where_the_model_refuses_slices_the_loop_divides():
-    chosen, in_loop, _ = carried_out({(2, 1): None, (4, 1): None})
-    assert (chosen.change.parts, in_loop) == (2, None)
+    chosen, _, seen = carried_out({(2, 1): None, (4, 1): None})
+    assert (chosen.change.parts, seen) == (2, [{"count": 2}])
 
 
 @pytest.mark.parametrize("settings", [{"by_option": True}, {"by_engine": True}, {"dim": None}])
 def test_what_divides_batches_by_itself_and_unknown_dimensions_need_no_slices(settings):
-    chosen, in_loop, seen = carried_out({}, **settings)
-    assert (chosen.change.parts, in_loop, seen) == (2, None, [])
+    chosen, _, seen = carried_out({}, **settings)
+    assert (chosen.change.parts, seen) == (2, [])
 
 
 def test_slices_along_another_dimension():

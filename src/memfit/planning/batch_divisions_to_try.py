@@ -7,7 +7,7 @@ allocated
   └───────────── parts
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.analysis.trial_result import TrialResult, why_run_failed
@@ -17,7 +17,7 @@ from memfit.planning.batch_size_changes import (
     why_batches_are_indivisible,
     with_facts_on_samples,
 )
-from memfit.planning.carry_out_in_slices import fastest_in_slices, without_running_again
+from memfit.planning.carry_out_in_slices import SlicedPlans, is_made_by_loop
 from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
 from memfit.planning.optimizer_state_changes import makes_updates_in_backward, optimizer_state_bytes_saved
 from memfit.planning.run_changes_on_ghost import PlanRuns
@@ -64,9 +64,7 @@ class BatchDivisionsToTry:
         """Those that may be made of the base, largest parts first."""
         self.why_no_more = ""
         """Why batches are not divided, or no further, as a clause."""
-        self.in_loop: PlanRun | None = None
-        """The chosen plan with micro-batches that the loop makes, if slices are chosen in their place."""
-        self._again = bases.forward_again()
+        self._sliced = SlicedPlans(runs, budget, bases.forward_again())
         self._are_independent = False
         """Whether two batches, one half as large as the other, have shown that samples are."""
         self._alone: dict[int, PlanRun] = {}
@@ -76,17 +74,25 @@ class BatchDivisionsToTry:
         if self._bases.floors is not None:
             self._bases.floors.parts = 1
 
-    def leave_loop(self, found: PlanRun, ran: Iterable[PlanRun]) -> PlanRun:
-        """Return the fastest plan that fits and divides batches inside the model's call, not in the loop.
+    def leave_loop(
+        self, found: PlanRun, bases: list[CheckpointingBase], ran: Callable[[], list[PlanRun]]
+    ) -> PlanRun:
+        """Return the fastest plan that fits and leaves the loop as it is; ``found`` if there is none.
 
-        If none fits, the plan that was found.
+        Args:
+            found: the fastest plan that fits.
+            bases: of the search; smaller parts are made where slices need more than micro-batches.
+            ran: returns all plans that ran.
         """
-        chosen, self.in_loop = fastest_in_slices(found, ran, self._runs, self._budget, self._again)
-        return self.made_by_loop(chosen)
+        chosen = self._sliced.fastest(found, ran())
+        while is_made_by_loop(chosen) and self.left and not self._sliced.refused:
+            bases += self.make(bases[0], bases[-1])
+            chosen = self._sliced.fastest(found, ran())
+        return chosen
 
     def made_by_loop(self, run: PlanRun) -> PlanRun:
         """Return a run with the time that it takes if the loop divides batches."""
-        return without_running_again(run, self._again)
+        return self._sliced.made_by_loop(run)
 
     def begin(self, root: CheckpointingBase) -> None:
         """Begin with a base with whole batches: find the divisions that may be enough for it.

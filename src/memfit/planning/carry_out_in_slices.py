@@ -10,67 +10,84 @@ from collections.abc import Iterable
 from dataclasses import replace
 from operator import attrgetter
 
+from memfit.analysis.trial_result import why_run_failed
 from memfit.planning.run_changes_on_ghost import PlanRuns
 from memfit.records import Change, PlanRun, ScriptEnd
 
 
-def fastest_in_slices(
-    found: PlanRun, ran: Iterable[PlanRun], runs: PlanRuns, budget: int, again: float
-) -> tuple[PlanRun, PlanRun | None]:
-    """Return the fastest plan that fits and leaves the loop as it is, and the plan that it stands for.
+class SlicedPlans:
+    """The plans of a search with slices in place of micro-batches that the loop makes.
 
     Args:
-        found: the fastest plan that fits.
-        ran: all plans that ran.
         runs: of the search.
         budget: bytes of the process.
         again: the time of running the model's forward on a batch again, relative to a step of the script as
             written; 0 if the model returns its loss, so that nothing runs again.
-
-    Returns:
-        The plan; ``found`` if no slices fit. With slices, ``found`` as the loop would make it, too.
     """
-    more: dict[int, int] = {}  # by parts: bytes that slices needed more than micro-batches
-    tight: list[PlanRun] = []
-    fitting = [run for run in ran if run.needs.bytes <= budget and run.time >= found.time]
-    for plan in sorted({id(each): each for each in (found, *fitting)}.values(), key=attrgetter("time")):
+
+    def __init__(self, runs: PlanRuns, budget: int, again: float) -> None:
+        self._runs, self._budget, self._again = runs, budget, again
+        self._made: dict[Change, PlanRun] = {}
+        self.refused = False
+        """Whether the model's batches cannot be divided inside its call."""
+
+    def fastest(self, found: PlanRun, ran: Iterable[PlanRun]) -> PlanRun:
+        """Return the fastest plan that fits and leaves the loop as it is; ``found`` if there is none.
+
+        Args:
+            found: the fastest plan that fits.
+            ran: all plans that ran.
+        """
+        more: dict[int, int] = {}  # by parts: bytes that slices needed more than micro-batches
+        tight: list[PlanRun] = []
+        fitting = [run for run in ran if run.needs.bytes <= self._budget and run.time >= found.time]
+        for plan in sorted({id(each): each for each in (found, *fitting)}.values(), key=attrgetter("time")):
+            divided = plan.change.micro_batches
+            if divided is None or not divided.by_hand:
+                return plan
+            self.refused |= divided.dim is None
+            if self.refused or plan.needs.bytes + more.get(divided.count, 0) > self._budget:
+                continue
+            sliced = self._run(plan)
+            if sliced is None:
+                self.refused = True
+            elif self._runs.fits(sliced):
+                return self._with_more_kept(sliced, plan)
+            else:
+                more[divided.count] = sliced.needs.bytes - plan.needs.bytes
+                tight += [sliced] * (sliced.needs.bytes <= self._budget)
+        return tight[0] if tight else found
+
+    def made_by_loop(self, plan: PlanRun) -> PlanRun:
+        """Return a plan with the time that it takes if the loop divides batches."""
         divided = plan.change.micro_batches
         if divided is None or not divided.by_hand:
-            return plan, None
-        if divided.dim is None or plan.needs.bytes + more.get(divided.count, 0) > budget:
-            continue
-        sliced = _run_in_slices(plan, runs, again)
-        if sliced is None:  # refused
-            break
-        if runs.fits(sliced):
-            return _with_more_kept(sliced, plan, runs, again), without_running_again(found, again)
-        more[divided.count] = sliced.needs.bytes - plan.needs.bytes
-        tight += [sliced] * (sliced.needs.bytes <= budget)
-    return (tight[0], without_running_again(found, again)) if tight else (found, None)
+            return plan
+        return replace(plan, time=plan.time - self._again * (divided.count - 1) / divided.count)
+
+    def _run(self, plan: PlanRun, kept: int = 1) -> PlanRun | None:
+        change, count = change_to_slices(plan.change, kept), plan.change.parts
+        if change not in self._made:
+            time = self.made_by_loop(plan).time + self._again * (count - kept) / count
+            made = self._runs.make(change, time)
+            if isinstance(made, ScriptEnd):
+                self._runs.drop(change, why_run_failed(made))
+                return None
+            self._made[change] = made[1]
+        return self._made[change]
+
+    def _with_more_kept(self, sliced: PlanRun, plan: PlanRun) -> PlanRun:
+        """Return a plan with slices in which as many are kept as the room has, if each saves as much."""
+        saved = sum(term.figure.bytes for term in sliced.terms if "activations" in term.name)
+        room = self._runs.budget - sliced.needs.bytes
+        kept = min(plan.change.parts - 1, 1 + room // saved) if saved and self._again else 1
+        more = self._run(plan, kept) if kept > 1 else None
+        return more if more is not None and self._runs.fits(more) else sliced
 
 
-def _run_in_slices(plan: PlanRun, runs: PlanRuns, again: float, kept: int = 1) -> PlanRun | None:
-    count = plan.change.parts
-    time = without_running_again(plan, again).time + again * (count - kept) / count
-    made = runs.make(change_to_slices(plan.change, kept), time)
-    return None if isinstance(made, ScriptEnd) else made[1]
-
-
-def _with_more_kept(sliced: PlanRun, plan: PlanRun, runs: PlanRuns, again: float) -> PlanRun:
-    """Return a plan with slices in which as many are kept as the room has, if each saves as much."""
-    saved = sum(term.figure.bytes for term in sliced.terms if "activations" in term.name)
-    room = runs.budget - sliced.needs.bytes
-    kept = min(plan.change.parts - 1, 1 + room // saved) if saved and again else 1
-    more = _run_in_slices(plan, runs, again, kept) if kept > 1 else None
-    return more if more is not None and runs.fits(more) else sliced
-
-
-def without_running_again(found: PlanRun, again: float) -> PlanRun:
-    """Return a plan with the time that it takes if the loop divides batches, as in ``run_in_slices``."""
-    divided = found.change.micro_batches
-    if divided is None or not divided.by_hand:
-        return found
-    return replace(found, time=found.time - again * (divided.count - 1) / divided.count)
+def is_made_by_loop(plan: PlanRun) -> bool:
+    """Return whether a plan takes a change of the training loop."""
+    return plan.change.micro_batches is not None and plan.change.micro_batches.by_hand
 
 
 def change_to_slices(change: Change, kept: int = 1) -> Change:

@@ -16,7 +16,6 @@ finds none, the fastest that fits is tight: from what has run by then, it goes o
 """
 
 import functools
-import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -25,6 +24,7 @@ from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.errors import TargetError, UsageError
 from memfit.planning.batch_divisions_to_try import BatchDivisionsToTry
 from memfit.planning.bracket_checkpoint_choices import WORTH
+from memfit.planning.carry_out_in_slices import is_made_by_loop
 from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
 from memfit.planning.choose_checkpointing import CheckpointChoice
 from memfit.planning.find_compiled_plan import CompiledPlanSearch
@@ -41,7 +41,7 @@ from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replay
 from memfit.planning.shardings import (
     OFFLOADED_SHARDS,
     UNSHARDED,
-    bytes_sent_per_step,
+    bytes_sent_before_and_under,
     own_sharding_changes,
     shard_copy_seconds,
     shardings_to_try,
@@ -59,8 +59,7 @@ _UNRECORDED = (
 )
 _Sharded = tuple[Change, TrialResult, PlanRun]
 """How the script is sharded, and its run."""
-_MOST_RUNS = 16
-"""Plans that run on the ghost at most."""
+_MOST_RUNS = 16  # plans that run on the ghost at most
 
 
 def find_plan(
@@ -118,6 +117,7 @@ class _OperationSearch(PlanSearch):
         super().__post_init__()
         self._ran_in_blocks: set[Change] = set()  # the bases that were run with every block checkpointed
         self._refusal = ""  # why nothing can be recomputed
+        self._in_loop: PlanRun | None = None  # the fastest plan, if it takes a change of the loop
         budget, allowed = self._budget, self._allowed
         self._bases = CheckpointingBases(self._script, self._plain, self._runs, budget, allowed)
         self._divisions = BatchDivisionsToTry(self._plain, self._runs, self._bases, budget, allowed)
@@ -218,17 +218,24 @@ class _OperationSearch(PlanSearch):
         if found is None or found.time > self._allowed.slowdown:
             tight = self._tight(bases)
             if tight is not None and (found is None or tight.time <= self._allowed.slowdown):
-                return self._answer(chosen=self._divisions.leave_loop(tight, self._ran), bound=0.0)
+                return self._answer(chosen=self._left_to_memfit(tight, bases), bound=0.0)
         if found is None:
             return self._no_plan(min(self._ran, key=lambda run: run.needs.bytes))
         times = [self._divisions.made_by_loop(base.run).time for base in bases]
         added = [base.change.parts * self._least(base) / self._step for base in bases]
-        bound = min(map(operator.add, times, added))
-        chosen = self._divisions.leave_loop(found, self._ran)
-        if self._divisions.in_loop is not None:  # what recomputes in whole batches may now be faster
-            self._divisions.left, self._runs.chosen = [], chosen
-            chosen = self._search([base for base in bases if base.change.parts == 1]) or chosen
+        bound = min(map(sum, zip(times, added, strict=True)))
+        chosen = self._left_to_memfit(found, bases)
         return self._answer(chosen=chosen, bound=min(bound, chosen.time))
+
+    def _left_to_memfit(self, found: PlanRun, bases: list[CheckpointingBase]) -> PlanRun:
+        """Return the fastest plan that leaves the script's loop as it is; ``found`` if none fits."""
+        if not is_made_by_loop(found):
+            return found
+        self._in_loop = self._divisions.made_by_loop(found)
+        chosen = self._divisions.leave_loop(found, bases, lambda: self._ran)
+        self._divisions.left, self._runs.chosen = [], None if is_made_by_loop(chosen) else chosen
+        best = self._search([base for base in bases if base.change.parts == 1])
+        return self._in_loop if best is None or best.time > self._allowed.slowdown else best
 
     def _search_roots(self, roots: Iterable[CheckpointingBase]) -> list[CheckpointingBase]:
         """Choose the fastest plan under some roots; return these, and the divisions of their batches."""
@@ -389,11 +396,5 @@ class _OperationSearch(PlanSearch):
         return self._answer(smallest=smallest, reason=reason)
 
     def _completed(self, answer: ScriptPlan) -> ScriptPlan:
-        found = replace(answer, undivided=self._divisions.why_no_more, in_loop=self._divisions.in_loop)
-        if found.chosen is None or "sharding" not in found.chosen.change.plan:
-            return found
-        before, now = (
-            bytes_sent_per_step(run, found.as_written.terms, self._script.ranks)
-            for run in (found.as_written, found.chosen)
-        )
-        return replace(found, sent=(before, now))
+        sent = bytes_sent_before_and_under(answer, self._script.ranks)
+        return replace(answer, undivided=self._divisions.why_no_more, in_loop=self._in_loop, sent=sent)

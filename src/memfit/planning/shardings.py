@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from memfit.analysis.strategy_comparison import SHARDINGS
 from memfit.planning.strategy_and_allocator_changes import strategy_change
-from memfit.records import Change, ModuleCall, PlanRun, ShardingCalls, StepOperations, Term
+from memfit.records import Change, ModuleCall, PlanRun, ScriptPlan, ShardingCalls, StepOperations, Term
 from memfit.records.own_sharding import call_options_in_words, offloads_shards
 
 _DDP, _ZERO1, _FSDP2 = (strategy_change("sharding", {"mode": mode}, name) for name, mode in SHARDINGS.items())
@@ -63,6 +63,15 @@ def bytes_sent_per_step(run: PlanRun, terms: tuple[Term, ...], ranks: int) -> in
     mode, parts = run.change.plan["sharding"]["mode"], run.change.parts
     times = {"ddp": 2 * parts, "zero1": 2 * parts + 1, "fsdp2": 3 * parts}[mode]
     return times * _parameters(terms) * (ranks - 1) // ranks
+
+
+def bytes_sent_before_and_under(plan: ScriptPlan, ranks: int) -> tuple[int, int] | None:
+    """Return that for a script before a plan and under it; None if the plan does not shard the script."""
+    if plan.chosen is None or "sharding" not in plan.chosen.change.plan:
+        return None
+    terms = plan.as_written.terms
+    before, now = (bytes_sent_per_step(run, terms, ranks) for run in (plan.as_written, plan.chosen))
+    return before, now
 
 
 def shard_copy_seconds(terms: tuple[Term, ...], copy: Callable[[int], float], ranks: int) -> float:
