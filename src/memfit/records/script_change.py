@@ -189,6 +189,7 @@ STRATEGY_TRAITS: Mapping[str, StrategyTraits] = {
     "sharding": StrategyTraits(Equality.BITWISE, is_late=False, is_in_model=True),
     "accumulation": StrategyTraits(Equality.ROUNDING, is_late=False, is_in_model=False),
     "compilation": StrategyTraits(Equality.ROUNDING, is_late=True, is_in_model=True),
+    "batch_slices": StrategyTraits(Equality.ROUNDING, is_late=True, is_in_model=True),
 }
 """The fields of a ``memfit.Plan``."""
 _UNKNOWN = StrategyTraits(Equality.OTHER, is_late=False, is_in_model=False)

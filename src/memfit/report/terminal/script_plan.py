@@ -72,6 +72,11 @@ def _kept_share(run: PlanRun) -> str:
     return f"activation_memory_budget {run.change.plan['compilation']['activation_memory_budget']:g}"
 
 
+def _slices(run: PlanRun) -> str:
+    settings = run.change.plan["batch_slices"]
+    return f"batch in {settings.get('count', 2)} slices"
+
+
 def _micro_batches(chosen: PlanRun) -> Iterator[str]:
     """Say what to change in the script so that it divides its batches."""
     divided = chosen.change.micro_batches
@@ -173,6 +178,7 @@ def plan_changes_in_words(run: PlanRun) -> str:
     if "checkpointing" in run.change.plan and not regions:
         named.append(policy_name_of_run(run))
     named += [_kept_share(run)] if "compilation" in run.change.plan else []
+    named += [_slices(run)] if "batch_slices" in run.change.plan else []
     named += ["inputs offloaded"] * ("offload" in run.change.plan)
     named += [_precision(run)] if "precision" in run.change.plan else []
     named += [words for words, _ in optimizer_changes_in_words(run.change.plan.get("optimizer_state", {}))]
