@@ -19,15 +19,8 @@ from typing import Any
 
 from measuring import MIB, command_line, load_ghost, write_json
 
-BATCHES = {
-    "resnet50": 32,
-    "vgg16": 32,
-    "googlenet": 32,
-    "densenet121": 32,
-    "mobilenet_v2": 32,
-    "gpt2": 4,
-    "vit_b_16": 32,
-}
+NETWORKS = ("resnet50", "vgg16", "googlenet", "densenet121", "mobilenet_v2", "gpt2", "vit_b_16")
+BATCHES = dict.fromkeys(NETWORKS, 32) | {"gpt2": 4}
 ALLOCATORS = {"default": "", "expandable": "expandable_segments:True", "arena": ""}
 MOST = 1.02
 """Limit of placed steps, relative to the live peak."""

@@ -3,9 +3,8 @@
     python benchmarks/cudnn_versions.py --folder FOLDER [--versions 9.8.0.87 ...] [--jobs regnet ...]
         [--markdown FILE] [--json FILE]
 
-Wheels of each version are downloaded into FOLDER and unpacked there: about 1 GB a version. A version is that
-of nvidia-cudnn-cu12; with ``/13`` appended, that of nvidia-cudnn-cu13. Without --versions, they are those of
-``VERSIONS``; the installed cuDNN is always asked, too.
+Wheels of nvidia-cudnn-cu12 are downloaded into FOLDER and unpacked there: about 1 GB a version. Without
+--versions, they are those of ``VERSIONS``; the installed cuDNN is always asked, too.
 
 Each job is a row of benchmarks/accuracy/milabench.csv. It is trained for two steps on the ghost, in a process
 of its own, with one cuDNN answering. PyTorch chooses among the engines, so what it reserves follows from the
@@ -14,7 +13,6 @@ can use no other. The tables show what is reserved, and the largest workspaces: 
 any engine would have used.
 """
 
-import csv
 import json
 import os
 import runpy
@@ -22,31 +20,28 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import command_line, table, write_json, write_or_print
+import msgspec
+from measuring import MIB, command_line, load_ghost, table, write_json, write_or_print
+from published_cards import CARDS, read_rows
 
 HERE = Path(__file__).parent / "accuracy"
 VERSIONS = ("9.8.0.87", "9.10.2.21", "9.13.1.26", "9.16.0.29", "9.19.0.56", "9.28.0.42")
 LIBRARIES = ("nvidia-cublas-cu12==12.8.4.1", "nvidia-cuda-nvrtc-cu12==12.8.93")
 """What cuDNN for CUDA 12 loads, beside the wheel of cuDNN."""
-CARDS = {"H100": "H100-80GB", "L40S": "L40S"}  # in the CSV file: in memfit
-JOBS = {
-    # in the CSV file: the script's options
-    "regnet_y_128gf": ("--model", "regnet_y_128gf", "--tf32", "--fp16"),
-    "convnext_large-tf32": ("--model", "convnext_large", "--tf32"),
-    "convnext_large-fp32": ("--model", "convnext_large"),
-}
 ROWS = (
     *(("H100", "regnet_y_128gf", batch) for batch in (64, 128, 136, 184, 192)),
     *(("L40S", "regnet_y_128gf", batch) for batch in (64, 112)),
-    *((card, job, 64) for job in ("convnext_large-tf32", "convnext_large-fp32") for card in CARDS),
+    *((card, job, 64) for job in ("convnext_large-tf32", "convnext_large-fp32") for card in ("H100", "L40S")),
 )
-MIB, FALLBACK, SHOWN = 1 << 20, 2, 4
+PUBLISHED = {(row.card, row.job, row.batch): row for row in reversed(read_rows())}
+"""By card, job and batch size; of rows that differ in their workers, the first."""
+FALLBACK, SHOWN = 2, 4
 HEADER = """# cuDNN's answers by version
 
 Printed by `python benchmarks/cudnn_versions.py --folder FOLDER --markdown FILE`, in MiB. The conclusions
@@ -105,8 +100,8 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path, help="results so far; they are kept, and added to")
     args = parser.parse_args()
-    known = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
-    results = [_read_result(entry) for entry in known]
+    known = args.json.read_bytes() if args.json and args.json.exists() else b"[]"
+    results = msgspec.json.decode(known, type=list[Result])
     done = {(result.card, result.job, result.batch, result.libraries) for result in results}
     rows = [row for row in ROWS if row[1].startswith(tuple(args.jobs))]
     no_device = str(build_ghost().no_device)
@@ -128,13 +123,8 @@ def main() -> None:
 
 def _downloaded(version: str, folder: Path, no_device: str) -> Libraries:
     """Return a version of cuDNN, unpacked in ``folder`` and downloaded if it is not there."""
-    number, _, cuda = version.partition("/")
-    root = folder / (f"{number}-cu{cuda}" if cuda else number)
-    if cuda:
-        before = [_installed(no_device).before[-1]]
-    else:
-        before = [str(_unpack(LIBRARIES, folder / "cuda12", name)) for name in ("libcublasLt", "libnvrtc")]
-    library = _unpack([f"nvidia-cudnn-cu{cuda or 12}=={number}"], root, "libcudnn")
+    before = [str(_unpack(LIBRARIES, folder / "cuda12", name)) for name in ("libcublasLt", "libnvrtc")]
+    library = _unpack([f"nvidia-cudnn-cu12=={version}"], folder / version, "libcudnn")
     return Libraries(version, str(library), (no_device, *before))
 
 
@@ -172,7 +162,7 @@ def _run(libraries: Libraries, card: str, job: str, batch: int) -> Result:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{job} with batches of {batch} and cuDNN {libraries.name} failed:\n{done.stderr}")
-    return _read_result(json.loads(done.stdout.splitlines()[-1]))
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Result)
 
 
 def train(request: str) -> None:
@@ -183,17 +173,16 @@ def train(request: str) -> None:
     from memfit.ghost.cudnn.cache import HeuristicsCache
     from memfit.ghost.cudnn.client import CudnnClient, cudnn_device_properties
     from memfit.ghost.ghost_device import GhostDevice
-    from memfit.ghost.load_ghost import load
     from memfit.ghost.workspaces import WorkspaceSizes, WorkspaceSource
 
-    card = find_device(CARDS[asked["card"]])
-    ghost, device = load(build_ghost()), GhostDevice.of(card)
-    ghost.configure(device, in_use=card.context_bytes, context=card.context_bytes)
+    ghost = load_ghost(CARDS[asked["card"]], context=True)
     libraries = asked["libraries"]
     client = CudnnClient(
         Path(libraries["cudnn"]),
         [Path(path) for path in libraries["before"]],
-        cudnn_device_properties(device, build_ghost().cuda_version),
+        cudnn_device_properties(
+            GhostDevice.of(find_device(CARDS[asked["card"]])), build_ghost().cuda_version
+        ),
         HeuristicsCache(Path(os.environ["MEMFIT_CUDNN_ANSWERS"]) / "answers.jsonl"),
     )
     workspaces = WorkspaceSizes.read(WorkspaceSource.CUDNN, lambda: client)
@@ -208,10 +197,10 @@ def train(request: str) -> None:
 
     _skip_initialization(torch)
     error = ""
-    sys.argv = ["job", *JOBS[asked["job"]], "--batch-size", str(asked["batch"]), "--steps", "2"]
+    sys.argv = [*PUBLISHED[asked["card"], asked["job"], asked["batch"]].run, "--steps", "2"]
     try:
         with redirect_stdout(sys.stderr):
-            runpy.run_path(str(HERE / "torchvision_classifier.py"), run_name="__main__")
+            runpy.run_path(str(HERE / sys.argv[0]), run_name="__main__")
     except torch.OutOfMemoryError as raised:
         error = str(raised).partition(".")[0]
     found = _workspaces(list(questions), workspaces.answer, allow_tf32="--tf32" in sys.argv)
@@ -245,8 +234,6 @@ def _workspaces(
         tree = json.loads(question)
         if tree.get("kind") != "plan":
             continue
-        import msgspec
-
         descriptor = msgspec.convert(tree["descriptor"], descriptors.CudnnDescriptor)
         convolution = descriptors.cudnn_operation_of_graph(descriptor)
         mode = descriptor.values(descriptors.ENGINEHEUR_MODE)
@@ -276,23 +263,9 @@ def _workspace(
     )
 
 
-def _read_result(entry: Mapping[str, Any]) -> Result:
-    spaces = tuple(Workspace(**space) for space in entry["workspaces"])
-    return Result(**{**entry, "workspaces": spaces})
-
-
 def _line(result: Result) -> str:
     job = f"{result.card} {result.job} {result.batch} {result.libraries}"
     return f"{job}: allocated / reserved {_reserved(result)} MiB, workspaces {_sums(result)} MiB"
-
-
-def _published() -> dict[tuple[str, str, int], float]:
-    with (HERE / "milabench.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    found: dict[tuple[str, str, int], float] = {}
-    for row in rows:
-        found.setdefault((row["card"], row["job"], int(row["batch"])), float(row["device_mib"]))
-    return found
 
 
 def _keys(results: Iterable[Result]) -> list[tuple[str, str, int]]:
@@ -316,12 +289,11 @@ def _table(results: Sequence[Result], extra: Sequence[str], rows: Iterable[Seque
 
 def _reserved_table(results: Sequence[Result]) -> list[str]:
     """Return the MiB that PyTorch had, with those that the published run's device had in use."""
-    published = _published()
-
-    def row(key: tuple[str, str, int]) -> list[str]:
-        return [key[0], key[1], str(key[2]), f"{published[key]:,.0f}", *_cells(results, key, _reserved)]
-
-    return _table(results, ["published, device"], [row(key) for key in _keys(results)])
+    rows = [
+        [key[0], key[1], str(key[2]), f"{PUBLISHED[key].published:,.0f}", *_cells(results, key, _reserved)]
+        for key in _keys(results)
+    ]
+    return _table(results, ["published, device"], rows)
 
 
 def _sum_table(results: Sequence[Result]) -> list[str]:

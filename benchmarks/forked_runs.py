@@ -10,7 +10,6 @@ copies in the order of their addresses.
 
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,43 +46,35 @@ def _labels(trace: Trace) -> list[tuple[str, str, str]]:
     return [named[index] if index >= 0 else ("", "", "") for index in trace.events.label]
 
 
-class Runs:
-    """The runs of one script."""
+def run(
+    script: str, standbys: ScriptStandbys | None, *, late: bool
+) -> tuple[TrialResult, float, ScriptProgress]:
+    """Run a script; return the result, its seconds, and its last progress, which says if it was forked.
 
-    def __init__(self, script: str) -> None:
-        ranks = Rank(nproc=2) if Path(script).parent.name == "distributed" else Rank()
-        self._command = (script,)
-        self._options = RunOptions(memory=SHOWN, unlimited=True, gpu="H100", rank=ranks)
-
-    def run(
-        self, standbys: ScriptStandbys | None, *, late: bool
-    ) -> tuple[TrialResult, float, ScriptProgress]:
-        """Run the script; return the result, its seconds, and its last progress, which says if it was forked.
-
-        Raises:
-            SystemExit: the script did not complete.
-        """
-        options = replace(self._options, finish_late=late)
-        shown: list[ScriptProgress] = []
-        began = time.monotonic()
-        run = ScriptRun(self._command, options, resolve_ghost_settings(options), Change())
-        result = run_trial(run, shown.append, standbys)
-        if isinstance(result, ScriptEnd):
-            raise SystemExit(f"{self._command[0]}: {result}")
-        return result, time.monotonic() - began, shown[-1]
+    Raises:
+        SystemExit: the script did not complete.
+    """
+    ranks = Rank(nproc=2) if Path(script).parent.name == "distributed" else Rank()
+    options = RunOptions(memory=SHOWN, unlimited=True, gpu="H100", rank=ranks, finish_late=late)
+    shown: list[ScriptProgress] = []
+    began = time.monotonic()
+    this = ScriptRun((script,), options, resolve_ghost_settings(options), Change())
+    result = run_trial(this, shown.append, standbys)
+    if isinstance(result, ScriptEnd):
+        raise SystemExit(f"{script}: {result}")
+    return result, time.monotonic() - began, shown[-1]
 
 
 def row(script: str) -> tuple[list[str], bool]:
     """Run a script; return the cells of its row, and whether its forked runs are as they should be."""
-    runs = Runs(script)
     with ScriptStandbys() as standbys:
-        first, whole_seconds, _ = runs.run(standbys, late=False)
-        again, seconds, now = runs.run(standbys, late=False)
-        late, late_seconds, then = runs.run(standbys, late=True)
+        first, whole_seconds, _ = run(script, standbys, late=False)
+        again, seconds, now = run(script, standbys, late=False)
+        late, late_seconds, then = run(script, standbys, late=True)
         why = "" if now.forked and then.forked else now.unforked or "no moment to fork at"
-    whole_late, _, _ = runs.run(None, late=True)
+    whole_late, _, _ = run(script, None, late=True)
     unlike = difference(late.trace, whole_late.trace), difference(again.trace, first.trace)
-    by_itself = difference(runs.run(None, late=True)[0].trace, whole_late.trace) if any(unlike) else ""
+    by_itself = difference(run(script, None, late=True)[0].trace, whole_late.trace) if any(unlike) else ""
     cells = [f"{each:.1f} s" for each in (whole_seconds, seconds, late_seconds)]
     cells.append(f"{len(first.trace.events):,}")
     cells += [why or "; ".join(filter(None, unlike)) or "equal", by_itself]

@@ -34,13 +34,11 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from measuring import command_line, write_json
+from measuring import command_line, load_ghost, write_json
 from operator_samples import call, database, describe, first_line, has_backward, samples, signature
 
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build_ghost
-from memfit.ghost.ghost_device import GhostDevice
-from memfit.ghost.load_ghost import load
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.value_options import GpuValueOptions
 
@@ -287,8 +285,7 @@ def main() -> None:
 
     # The default check initialises CUDA, which forked children cannot use.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    ghost = load(build_ghost())
-    ghost.configure(GhostDevice.of(GPU))
+    ghost = load_ghost(GPU.name)
     jobs = choose(options.names, options.dtype or ["float32"], options.sample, options.seed)
     results = []
     for result in run_all(

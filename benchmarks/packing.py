@@ -42,16 +42,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.known_packings import gapless_problem
 
 JOB = Path(__file__).with_name("packed_networks.py")
-BATCHES = {
-    "resnet50": 32,
-    "resnet101": 32,
-    "vgg16": 32,
-    "googlenet": 32,
-    "densenet121": 32,
-    "mobilenet_v2": 32,
-    "gpt2": 4,
-    "vit_b_16": 32,
-}
+NETWORKS = ("resnet50", "resnet101", "vgg16", "googlenet", "densenet121", "mobilenet_v2", "gpt2", "vit_b_16")
+BATCHES = dict.fromkeys(NETWORKS, 32) | {"gpt2": 4}
 SECONDS = 10.0
 CLOSE = 1.005
 """A packing is close if its height is at most this many times the bound."""

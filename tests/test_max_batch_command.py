@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,7 @@ NETWORK = """
         optimizer.zero_grad()
 """
 BUDGET = "640MiB"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def script_in(folder, *, option="--batch-size", samples=40, size="size"):
@@ -56,6 +58,21 @@ def test_a_dry_run_fits_with_the_largest_batch_and_runs_out_with_the_next(tmp_pa
         assert result["verdict"] == "out of memory" or (
             result["peak"]["allocated"] == runs[size]["allocated"]["bytes"]
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["gpt", "resnet50", "unet", "hf_trainer", "lstm"])
+def test_dry_runs_of_examples_agree_at_half_as_much_memory_again_as_they_need(example):
+    script = EXAMPLES / f"{example}.py"
+    written = json.loads(memfit("dry-run", "--json", "-", script).stdout)
+    budget = f"{written['peak']['process'] * 3 // 2 >> 20}MiB"
+    found = largest(script, budget=budget)
+    n = found["largest"]
+    assert (found["limit"], n > found["as_written"]) == ("memory", True)
+    option = found["how"].split()[0]
+    for size, fits in ((n, True), (n + 1, False)):
+        done = memfit("dry-run", "--memory", budget, "--json", "-", script, option, size)
+        assert (json.loads(done.stdout)["verdict"] != "out of memory") is fits
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
-"""`memfit dry-run --whole`: the stages of a script's life, against runs of the same script in full."""
+"""`memfit dry-run --whole`: the stages of a script's life, against runs of the same script in full.
+
+MEMFIT_TIMES=2 runs every example, in ten minutes.
+"""
 
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,7 +17,9 @@ from support.new_processes import start_memfit
 
 pytestmark = [pytest.mark.process, pytest.mark.warm]
 
-SCRIPT = (Path(__file__).parents[1] / "examples" / "whole_run.py").read_text()
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPT = (EXAMPLES / "whole_run.py").read_text()
+ALL = int(os.environ.get("MEMFIT_TIMES", "1")) > 1
 SHORT = ("--samples", "192", "--eval-samples", "3072")
 """Three batches in each pass."""
 FIGURES = ("name", "times", "allocated", "reserved", "process", "phase", "module", "line", "leaves")
@@ -122,6 +128,21 @@ def test_a_resumed_run_that_does_not_train_is_named(dry_run):
     run = dry_run(SCRIPT, options=("--whole", "--resume-with", "--resume"))
     assert [stage["name"] for stage in run.answer["stages"] if stage["resumed"]] == ["setup", "loading"]
     assert "The resumed run trained nothing, so its training is unknown" in run.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(each.name for each in EXAMPLES.glob("*.py")) if ALL else ["lstm.py"])
+def test_an_example_ends_by_itself_and_its_training_allocates_what_it_does_in_a_plain_run(
+    dry_run, name, tmp_path
+):
+    script, room = (EXAMPLES / name).read_text(), ("--memory", "256GiB")
+    shutil.copy(EXAMPLES / "gpt.py", tmp_path)  # gpt_chunked_head.py imports it
+    whole = dry_run(script, options=("--whole", *room)).answer
+    plain = dry_run(script, options=("--steps", max(3, whole["steps"]), *room)).answer
+    stages = {stage["name"]: stage["allocated"] for stage in whole["stages"]}
+    allocated = plain["peak"]["allocated"]
+    assert whole["end"]["reason"] == "end"
+    assert stages.get("training", whole["peak"]["allocated"]) == allocated
 
 
 LEAKS = """

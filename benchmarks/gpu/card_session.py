@@ -17,6 +17,9 @@ from memfit.card.detect_card import Card
 from memfit.devices import find_device
 from memfit.errors import UnknownDeviceError
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import measuring
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -33,7 +36,7 @@ _N = TypeVar("_N", bound=Named)
 
 def command_line(doc: str | None, minutes: float | None = None) -> argparse.ArgumentParser:
     """Return a parser with ``--out`` and ``--rehearse``; of scripts that resume, with their options, too."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring.command_line(doc)
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for what is written")
     parser.add_argument(
         "--rehearse", metavar="GPU", help="let the ghost stand in for this GPU; nothing is measured"

@@ -8,16 +8,17 @@ with the card's profile and memory, and prints a table: what the card held, and 
 and is now. The card's versions of PyTorch and cuDNN are those of that day, the ghost's the installed ones.
 """
 
-import argparse
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from card_session import chosen
+from measuring import command_line, table_head, table_line
 from table import difference, mib
 from validate import HERE, ROOT, STEPS, ValidationJob, environment, jobs, quiet
 
@@ -41,21 +42,20 @@ def row(job: ValidationJob, result: Mapping[str, Any]) -> str:
                 steps=STEPS,
             )
     except MemfitError as error:
-        return f"| {job.name} | failed: {str(error).splitlines()[0]}" + " |" * (len(HEADINGS) - 1)
+        return table_line((job.name, f"failed: {str(error).splitlines()[0]}", *[""] * (len(HEADINGS) - 2)))
     now = {"allocated": run.peak_allocated, "reserved": run.peak_reserved}
     cells = (
-        f"{mib(card[name])} | {difference(before[name], card[name])} | {difference(now[name], card[name])}"
+        (mib(card[name]), *(difference(ghost[name], card[name]) for ghost in (before, now)))
         for name in COMPARED
     )
-    return f"| {job.name} | {' | '.join(cells)} |"
+    return table_line((job.name, *chain.from_iterable(cells)))
 
 
 def table(result: Mapping[str, Any], these: list[ValidationJob]) -> Iterator[str]:
     """Yield the lines of one card's table, each as soon as its job has run."""
     card, driver, version, day = (result[name] for name in ("card", "driver", "torch", "day"))
     yield f"**{card}**, driver {driver}, torch {version}, measured {day}:\n"
-    yield f"| {' | '.join(HEADINGS)} |"
-    yield "|---" + "|--:" * (len(HEADINGS) - 1) + "|"
+    yield table_head(HEADINGS, "l" + "r" * (len(HEADINGS) - 1))
     measured = result["jobs"]
     for job in these:
         if measured.get(job.name, {}).get("status") == "done":
@@ -64,9 +64,7 @@ def table(result: Mapping[str, Any], these: list[ValidationJob]) -> Iterator[str
 
 def main() -> int:
     """Print a table per card; return 1 if a job failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--only", nargs="+", metavar="JOB", help="run only these jobs")
     options = parser.parse_args()
     these = chosen(jobs(), options.only, "jobs.toml")

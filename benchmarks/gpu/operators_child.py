@@ -15,13 +15,11 @@ from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from measuring import load_ghost
 from operator_samples import call, database, first_line, has_backward, samples, signature
 
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.devices import find_device
-from memfit.ghost.build.runtime_library import build_ghost
-from memfit.ghost.ghost_device import GhostDevice
-from memfit.ghost.load_ghost import load
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.value_options import GpuValueOptions
 
@@ -165,12 +163,7 @@ def warm_up() -> None:
 def ghost_of(options: argparse.Namespace) -> GhostRuntime | None:
     """Load the ghost before torch; in a rehearsal, return the one that stands in for the card."""
     if options.side == "ghost":
-        device = find_device(options.gpu)
-        ghost = load(build_ghost())
-        ghost.configure(
-            GhostDevice.of(device, options.total), in_use=device.context_bytes, context=device.context_bytes
-        )
-        return ghost
+        return load_ghost(options.gpu, options.total, context=True)
     if is_ghost_loaded():
         import sitecustomize
 

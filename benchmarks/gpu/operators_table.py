@@ -5,7 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from measuring import table, table_head, table_line
+
 FIGURES = ("peak", "left", "requested_peak", "requested_left", "requests")
+COLUMNS = ("operator", "samples", *(name.replace("_", " ") for name in FIGURES), "largest")
 OUTCOMES: Mapping[str, str] = {
     "equal": "every sample equal to the byte, before and after rounding, and in the number of requests",
     "differs": "a sample that reads no value from the GPU differs",
@@ -117,11 +120,10 @@ def markdown(result: Mapping[str, Any]) -> str:
             f"own. {result['seconds']} s."
         ),
         "",
-        f"| operators | {' | '.join(kinds)} | |",
-        f"|---|{'---:|' * len(kinds)}---|",
-        *(
-            f"| {outcome} | {' | '.join(str(counts[outcome, kind]) for kind in kinds)} | {meaning} |"
-            for outcome, meaning in OUTCOMES.items()
+        table(
+            ("operators", *kinds, ""),
+            f"l{'r' * len(kinds)}l",
+            ((name, *(counts[name, kind] for kind in kinds), meaning) for name, meaning in OUTCOMES.items()),
         ),
     ]
     for outcome in ("differs", "reads values"):
@@ -148,8 +150,7 @@ def _differences(outcome: str, found: Sequence[Comparison], result: Mapping[str,
         "",
         "In bytes, card / ghost, of the sample with the largest difference. Requested: before rounding.",
         "",
-        "| operator | samples | peak | left | requested peak | requested left | requests | largest |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        table_head(COLUMNS, "lrrrrrrr"),
     ]
     for row in rows[:SHOWN]:
         card, ghost = (result[side][row.key]["samples"][row.index] for side in ("card", "ghost"))
@@ -157,7 +158,5 @@ def _differences(outcome: str, found: Sequence[Comparison], result: Mapping[str,
             f"{card[name]:,}" if card[name] == ghost[name] else f"{card[name]:,} / {ghost[name]:,}"
             for name in FIGURES
         ]
-        lines.append(
-            f"| {row.key} | {row.differing} of {row.samples} | {' | '.join(cells)} | {row.largest:+,} |"
-        )
+        lines.append(table_line((row.key, f"{row.differing} of {row.samples}", *cells, f"{row.largest:+,}")))
     return [*lines, *[f"\nAnd {len(rows) - SHOWN} more."] * (len(rows) > SHOWN)]

@@ -8,7 +8,6 @@ This script runs those whose names start so on the ghost again, and prints the p
 card's, and how far off the ghost was then and is now. Operators that were equal are not in the tables.
 """
 
-import argparse
 import json
 import re
 import subprocess
@@ -17,6 +16,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from measuring import command_line, table
 
 HERE = Path(__file__).resolve().parent
 HEADINGS = ("operator", "requested peak, bytes", "ghost then", "today")
@@ -55,21 +57,17 @@ def peaks_today(profile: str, names: Sequence[str]) -> dict[str, int]:
     return {name: one["samples"][0]["requested_peak"] for name, one in found.items() if one.get("samples")}
 
 
-def table(rows: Sequence[Measured], today: dict[str, int]) -> Iterator[str]:
-    """Yield the lines of the table."""
-    yield f"| {' | '.join(HEADINGS)} |"
-    yield "|---" + "|--:" * (len(HEADINGS) - 1) + "|"
+def compared(rows: Sequence[Measured], today: dict[str, int]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table."""
     for row in sorted(rows, key=lambda row: row.name):
         now = today.get(row.name)
         after = "failed" if now is None else f"{now - row.card:+,}"
-        yield f"| {row.name} | {row.card:,} | {row.ghost - row.card:+,} | {after} |"
+        yield row.name, f"{row.card:,}", f"{row.ghost - row.card:+,}", after
 
 
 def main() -> int:
     """Print a table per card; return 1 if an operator failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("starts", nargs="*", default=["larger"], help="beginnings of operators' names")
     starts = tuple(parser.parse_args().starts)
     failed = False
@@ -77,7 +75,8 @@ def main() -> int:
         profile, measured = read_table(path.read_text(encoding="utf-8"))
         rows = [row for row in measured if row.name.startswith(starts)]
         today = peaks_today(profile, [row.name for row in rows]) if rows else {}
-        print(f"**{path.stem.removesuffix('-operators')}**:\n", *table(rows, today), sep="\n")
+        print(f"**{path.stem.removesuffix('-operators')}**:\n")
+        print(table(HEADINGS, "lrrr", compared(rows, today)))
         failed |= any(row.name not in today for row in rows)
     return int(failed)
 

@@ -1,16 +1,15 @@
 """The cases of plans.toml, and the plan files that plans.py makes of them: CASE@SHARE.json."""
 
 import subprocess
-import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from measuring import ROOT, memfit_json
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 AS_WRITTEN = 1.0
 SECONDS = 600  # time limit of one search
 
@@ -74,15 +73,10 @@ def make_plans(case: PlanCase, gpu: str, outside: int, folder: Path) -> list[str
 
 def _plan(case: PlanCase, gpu: str, options: tuple[str, ...], path: Path) -> str:
     """Run ``memfit plan``; return why there is no plan."""
-    command = [sys.executable, "-m", "memfit", "plan", "--gpu", gpu, *options, "-o", str(path.resolve())]
+    options = ("--gpu", gpu, *options, "-o", str(path.resolve()))
     try:
-        done = subprocess.run(
-            [*command, "--", case.script, *case.arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=ROOT,
-            timeout=SECONDS,
+        _, done = memfit_json(
+            "plan", *options, "--", case.script, *case.arguments, folder=ROOT, seconds=SECONDS
         )
     except subprocess.TimeoutExpired:
         return f"took more than {SECONDS} s"

@@ -4,11 +4,12 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from measuring import table_head, table_line
+
 COLUMNS = (
     *("case", "budget", "plan", "allocated: predicted", "counted", "diff.", "reserved"),
     *("step, ms", "ratio", "predicted", "losses"),
 )
-HEAD = f"| {' | '.join(COLUMNS)} |", "|---|--:|---|--:|--:|--:|--:|--:|--:|--:|---|"
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -22,7 +23,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "the plan's figure. A step's time is the median of each run, and of these the median; its ratio is",
         "to the runs as written. Budgets are shares of what the script needs as written.",
         "",
-        *HEAD,
+        table_head(COLUMNS, "lrlrrrrrrrl"),
     ]
     notes: list[str] = []
     for name, case in result.get("cases", {}).items():
@@ -42,7 +43,7 @@ def _kinds(case: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _rows(name: str, case: Mapping[str, Any]) -> Iterator[str]:
     if case["status"] != "done":
-        yield f"| {name} | {case['status']}: {case['why']} | | | | | | | | | |"
+        yield table_line((name, f"{case['status']}: {case['why']}", *[""] * (len(COLUMNS) - 2)))
     kinds = _kinds(case)
     written = kinds.get("as written", {"runs": []})["runs"]
     for budget, kind in kinds.items():
@@ -65,7 +66,7 @@ def _rows(name: str, case: Mapping[str, Any]) -> Iterator[str]:
             f"{kind['time']:.3f}",
             "" if budget == "as written" else _losses(written, runs),
         )
-        yield f"| {' | '.join(cells)} |"
+        yield table_line(cells)
 
 
 def _each(figures: Sequence[int], form: str) -> str:

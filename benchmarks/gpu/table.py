@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-MIB = 1 << 20
+from measuring import MIB, table, table_head, table_line
+
 SHOWN = 6
 """Largest number of one-sided requests shown per job and side; the JSON lists more."""
 
@@ -31,18 +32,12 @@ def _versions(result: Mapping[str, Any]) -> str:
 
 
 def _context(context: Mapping[str, Any]) -> list[str]:
-    rows = [
-        f"| {stage['what']} | {mib(stage['allocated'])} | {mib(stage['reserved'])} "
-        f"| {mib(stage['process'])} | {mib(outside)} |"
+    rows = (
+        (stage["what"], *map(mib, (stage["allocated"], stage["reserved"], stage["process"], outside)))
         for stage, (_, outside) in zip(context["stages"], context["outside"], strict=True)
-    ]
-    return [
-        f"Outside PyTorch's allocator ({context['way']}):",
-        "",
-        "| after the | allocated | reserved | process | outside |",
-        "|---|---:|---:|---:|---:|",
-        *rows,
-    ]
+    )
+    columns = ("after the", "allocated", "reserved", "process", "outside")
+    return [f"Outside PyTorch's allocator ({context['way']}):", "", table(columns, "lrrrr", rows)]
 
 
 def _calibration(measured: Mapping[str, Any]) -> list[str]:
@@ -60,22 +55,18 @@ def _calibration(measured: Mapping[str, Any]) -> list[str]:
 
 
 def _jobs(jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = [
-        "| job | allocated | diff. | reserved | diff. | process | diff. | events |",
-        "|---|---:|---:|---:|---:|---:|---:|---|",
-    ]
-    details: list[str] = []
+    columns = ("job", "allocated", "diff.", "reserved", "diff.", "process", "diff.", "events")
+    lines, details = [table_head(columns, "lrrrrrrl")], []
     for name, job in jobs.items():
         if job["status"] != "done":
-            lines.append(f"| {name} | {job['status']}: {job['why'].splitlines()[0]} | | | | | | |")
+            lines.append(table_line((name, f"{job['status']}: {job['why'].splitlines()[0]}", *[""] * 6)))
             continue
         card, ghost, differs = job["card"], job["ghost"], job["difference"]
-        cells = [
-            f"{mib(card[figure])} | {difference(ghost[figure], card[figure])}"
-            for figure in ("allocated", "reserved", "process")
-        ]
+        cells: list[str] = []
+        for figure in ("allocated", "reserved", "process"):
+            cells += mib(card[figure]), difference(ghost[figure], card[figure])
         events = "identical" if differs["identical"] else f"{differs['card_events']:,}, different"
-        lines.append(f"| {name} | {' | '.join(cells)} | {events} |")
+        lines.append(table_line((name, *cells, events)))
         details += _details(name, differs)
     return [*lines, *(["", *details] if details else [])]
 

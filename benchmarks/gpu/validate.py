@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 from card_session import ResultFile, chosen, command_line, ran_on, rehearse, result_name
 from compare import difference
+from measuring import ROOT
 from table import markdown
 
 import memfit
@@ -39,7 +40,6 @@ from memfit.errors import MemfitError, UnknownDeviceError
 from memfit.records import CardContextReport, DryRun
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 STEPS = 3
 SECONDS = 90
 

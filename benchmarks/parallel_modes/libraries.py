@@ -47,16 +47,20 @@ trainer_fsdp1 = partial(trainer_fsdp, 1)
 trainer_fsdp2 = partial(trainer_fsdp, 2, bf16=True, gradient_accumulation_steps=2)
 
 
+def prepared(accelerator, model_first):
+    """Return a model and its optimizer; FSDP1's is created after its flat parameters, or it would get no gradients."""
+    model = Model()
+    if model_first:
+        model = accelerator.prepare(model)
+        return model, accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
 def accelerated(*, model_first=False, **options):
     from accelerate import Accelerator
 
     accelerator = Accelerator(**options)
-    model = Model()
-    if model_first:  # FSDP1 makes flat parameters, and an optimizer that exists keeps those without gradients
-        model = accelerator.prepare(model)
-        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
-    else:
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    model, optimizer = prepared(accelerator, model_first)
     for _ in range(3):
         loss = loss_of(model, batch(accelerator.device))
         accelerator.backward(loss)
@@ -78,12 +82,7 @@ def launched_ddp(steps=1):
     from accelerate import Accelerator
 
     accelerator = Accelerator(gradient_accumulation_steps=steps)
-    model = Model()
-    if os.environ.get("FSDP_USE_ORIG_PARAMS") == "false":  # the optimizer gets flat parameters
-        model = accelerator.prepare(model)
-        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
-    else:
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    model, optimizer = prepared(accelerator, os.environ.get("FSDP_USE_ORIG_PARAMS") == "false")
     for _ in range(3 * steps):
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model, batch(accelerator.device)))

@@ -33,7 +33,7 @@ def load(monkeypatch):
 def test_a_rehearsal_counts_the_peak_of_the_plan(tmp_path):
     """A case of the test's own; its plan is the script as written, which takes one run to find."""
     program = (
-        "import sys, plan_cases\n"
+        "import sys, card_session, plan_cases\n"  # the first adds the folder of measuring.py
         f"case = plan_cases.PlanCase('small', 'examples/gpt.py', {tuple(ARGUMENTS)}, (1.0,))\n"
         "plan_cases.plan_cases = lambda: [case]\n"
         "import plans\n"

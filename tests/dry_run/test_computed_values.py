@@ -102,6 +102,38 @@ def test_what_follows_from_known_elements_is_read_as_computed(dry_run):
     assert not [note for note in run.answer["notes"] if "GPU value" in note["text"]]
 
 
+MASKED = """
+    import torch
+    model = torch.nn.Linear(8, 8).cuda()
+    class Kept:
+        def __init__(self, tensor):
+            self.tensor = tensor.detach()
+    labels = torch.arange(40).view(4, 10)
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+        mask = labels.cuda()[:, 1:] > 12
+        chosen = model(torch.ones(4, 9, 8, device="cuda"))[mask].sum(1)
+        whole = chosen.new_zeros(mask.shape).masked_scatter(mask, chosen)
+        del mask
+        whole.sum().backward()
+    mask = torch.arange(40).cuda() > 12
+    total = model(torch.ones(40, 8, device="cuda"))[mask].view(27, 8).sum()
+    mask.untyped_storage()  # may be written through it, which would not be seen
+    total.backward()
+    size = (torch.tensor([3, 4]).cuda() * 2).detach()
+    print(len(chosen), size.tolist())
+    alias = size.detach()
+    del size
+    alias.add_(torch.ones(2, dtype=torch.int64, device="cuda"))
+    print(alias.tolist())
+"""
+
+
+def test_known_elements_outlive_a_tensor_in_what_detach_made_of_it(dry_run):
+    """Here, the backward counts a mask's elements again: one that the script dropped, one that it exposed."""
+    run = dry_run(MASKED, options=("--to-end",))
+    assert run.out.splitlines()[:2] == ["25 [6, 8]", "[7, 9]"], run.err
+
+
 SCALER = """
     import torch
     scaler, model = torch.amp.GradScaler("cuda"), torch.nn.Linear(4, 4).cuda()

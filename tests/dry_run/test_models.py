@@ -98,3 +98,23 @@ def test_a_torchscript_module_is_labelled_and_trained(dry_run):
     assert run.code == 0, run.err
     assert f"allocated {run.answer['peak']['allocated']}" in run.out
     assert run.answer["steps"] == 2
+
+
+LAZY = """
+    import torch
+    from torch import nn
+    model = nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.LazyLinear(4)).cuda().to(torch.float64)
+    x = torch.ones(2, 8, device="cuda", dtype=torch.float64)
+    model(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+    print([tuple(each.shape) for each in model.parameters()])
+"""
+
+
+def test_lazy_modules_move_to_the_gpu_before_they_know_their_sizes(dry_run):
+    run = dry_run(LAZY, options=("--to-end",))
+    assert run.code == 0, run.err
+    assert run.out.splitlines()[0] == "[(16, 8), (16,), (16,), (16,), (4, 16), (4,)]"

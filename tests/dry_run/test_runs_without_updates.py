@@ -144,14 +144,66 @@ def test_a_run_that_a_stand_in_may_have_ended_is_not_called_whole(dry_run):
     script = SKIPS.replace("loss.item() < 1.5: continue", "n and loss.item() < 1.5: break")
     run = dry_run(script)
     assert (run.code, run.answer["verdict"], run.answer["steps"]) == (0, "fits", 1)
-    _, covers, read, *_ = run.out.splitlines()
-    assert covers.startswith(
-        "This result covers 1 training step. On a GPU, the script may run more or less: "
-    )
+    _, covers, branches, read, *_ = run.out.splitlines()
+    assert covers == "This result covers the branches that ran: 1 training step."
+    assert branches.startswith("On a GPU, the script may take other branches: it decides by GPU values. ")
     assert read == "  1.0 for a float at script.py:7 (to try another: --values script.py:7=0)"
     assert run.answer["end"]["stand_ins"][0]["instead"] == "script.py:7=0"
     run = dry_run(script.replace("if n and loss.item() < 1.5: break", "print(loss.item())"))
     assert run.answer["steps"] == 3
+
+
+LABELS = """
+    import torch
+
+    class Student(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.expert = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = self.layer(x)
+            if EXPERT:
+                y = y + self.expert(x)
+            return y
+
+    model = Student().cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    best = 9
+    for n in range(4):
+        loss = model(torch.ones(8, 64, device="cuda")).square().mean()
+        sure = model(torch.rand(4096, 64, device="cuda")).softmax(1) > 0.9
+        if LABEL:
+            loss = loss + model(torch.rand(4096, 64, device="cuda")).square().mean()
+        if not torch.isfinite(loss):
+            model, loss = Student().cuda(), model(torch.ones(8, 64, device="cuda")).mean()
+        if loss.item() < best:
+            best, parameters = loss.item(), len([*model.parameters()])
+            print("best", best)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("label", "expert", "lines"),
+    [
+        ("sure.any()", "x.size(0) > 0", [21]),
+        ("not sure.any()", "(x > 2).any()", [11]),
+        ("n == 0 or not sure.any()", "(x < 9).any().item() or self.training", []),
+        ("sure.float().mean().item() > 1.5", "(x > 2).any() and self.training", [11, 21]),
+    ],
+)
+def test_a_branch_with_a_model_that_a_stand_in_leaves_out_is_named(dry_run, label, expert, lines):
+    for options in ("--to-end",), ():
+        run = dry_run(LABELS.replace("LABEL", label).replace("EXPERT", expert), options=options)
+        assert (run.code, run.answer["verdict"]) == (0, "fits")
+        assert (
+            sorted(int(read["where"].rpartition(":")[2]) for read in run.answer["end"]["stand_ins"]) == lines
+        )
+        assert ("may take other branches" in run.out) == bool(lines)
+        assert ("covers the whole run" in run.out) == (not lines and bool(options))
 
 
 def test_updates_by_hand_need_no_step_of_an_optimizer(dry_run):

@@ -120,6 +120,16 @@ def test_where_memory_is_short_pytorch_waits_for_streams(dry_run, seed):
     assert small.answer["peak"]["process"] <= process["least"]
 
 
+def test_what_does_not_fit_at_the_lower_bound_needs_at_least_that(dry_run):
+    """No second run has found how much more it needs with collectives that hold their tensors."""
+    least = racing(dry_run).answer["range"]["process"]["least"]
+    script = RACE.replace("SEED", "0").replace("WAIT", "pass")
+    small = dry_run(script, options=("--memory", f"{least // MIB - 4}MiB"))
+    needs = f"needs at least {least // MIB} MiB; this GPU has {least // MIB - 4} MiB"
+    assert small.out.startswith(f"OUT OF MEMORY   {needs}")
+    assert small.answer["needs"]["bytes"] == least
+
+
 def test_what_fits_at_the_lower_bound_alone_may_not_fit(dry_run):
     """A collective holds its tensors until the script waits for it, however short memory is."""
     process = dry_run(DROPPED, options=("--nproc", "2")).answer["range"]["process"]

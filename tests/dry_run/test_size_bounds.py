@@ -58,6 +58,23 @@ def test_a_size_given_for_a_line_holds_in_its_backward(dry_run):
         assert note["where"] == f"{run.folder / 'script.py'}:5"
 
 
+def test_what_training_needs_anyway_does_not_follow_from_a_size(dry_run):
+    """Gradients, workspaces and what an optimizer allocates come after it in the same lines, too."""
+    script = """
+        import torch
+        model = torch.nn.Linear(1024, 1024).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        losses = model(torch.ones(8, 1024, device="cuda")).square().mean(1)
+        hard = (losses > losses.median()).nonzero()[:, 0]
+        losses[hard].mean().backward()
+        optimizer.step()
+    """
+    run = dry_run(script)
+    assert run.answer["peak"]["phase"] == "optimizer"
+    assert run.answer["upper_bound"]["operator"] == "nonzero"
+    assert 8 * 8 <= run.answer["upper_bound"]["bytes"] < 1024  # the indices
+
+
 def test_what_pytorch_selects_to_print_a_tensor_is_no_upper_bound(dry_run):
     script = """
         import torch

@@ -143,6 +143,32 @@ def test_backward_passes_count_as_steps_without_an_optimizer(dry_run):
     assert "did 3" not in run.out
 
 
+@pytest.mark.parametrize("options", [("--to-end",), ("--steps", "5")])
+def test_the_last_update_by_hand_counts_too(dry_run, options):
+    script = """
+        import torch
+
+        def train(model):
+            for _ in range(5):
+                loss = model(torch.ones(64, 256, device="cuda")).square().mean()
+                loss.backward()
+                with torch.no_grad():
+                    for each in model.parameters():
+                        each -= 0.1 * each.grad
+                        each.grad = None
+
+        model = torch.nn.Linear(256, 256).cuda()
+        train(model)
+        with torch.no_grad():
+            held = model(torch.ones(4096, 256, device="cuda"))  # its memory is none of the last step's
+    """
+    run = dry_run(script, options=options)
+    assert run.answer["steps"] == 5
+    assert "This result covers the whole run: 5 training steps." in run.out
+    assert run.answer["growth"]["steady_from"] == 1
+    assert run.answer["peak"]["step"] == 6
+
+
 def test_accumulation_counts_optimizer_steps(dry_run):
     script = (
         TRAIN.replace("optimizer.zero_grad()", "return")

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from memfit.recording import missing_updates
 from memfit.recording.missing_updates import UpdateWatcher
-from memfit.recording.use_of_read import ReadUse
-from memfit.records import StandIn
+from memfit.recording.use_of_read import Branch, ReadUse
+from memfit.records import FINITE_CHECK, StandIn
 
 
 def optimizer():
@@ -132,4 +133,24 @@ def test_reads_that_steer_loops_are_reported_newest_first_but_for_checks():
     for line, what in (("A", "a float"), ("B", "a boolean"), ("A", "a float"), ("C", "a check")):
         watcher.note_read(StandIn(line, what, "1", f"{line}:1=0"), ReadUse.STEERS)
     watcher.note_read(StandIn("D", "a float", "1", "D:1=0"), ReadUse.UNKNOWN)
-    assert [read.where for read in watcher.steering()] == ["A", "B"]
+    assert [read.where for read in watcher.steering(stopped=False)] == ["A", "B"]
+    assert watcher.steering(stopped=True) == ()
+
+
+def test_reads_that_leave_out_a_branch_are_reported_until_it_runs(monkeypatch):
+    watcher, first, second = UpdateWatcher(), *(Branch("t.py", (n, 0), (n, 9)) for n in (1, 2))
+    reads = [
+        StandIn(line, what, "1", f"{line}:1=0") for line, what in (("A", "a check"), ("B", FINITE_CHECK))
+    ]
+    reads += [StandIn("C", "a float", "1", "C:1=0")]
+    for read in reads:
+        watcher.note_read(read, ReadUse.UNKNOWN, (first,))
+    watcher.note_read(reads[0], ReadUse.STEERS, (second,))
+    for stopped in (True, False):
+        assert {read.where for read in watcher.steering(stopped=stopped)} == {"A", "C"}
+    monkeypatch.setattr(missing_updates, "running_branches", lambda among: [*among][:1] * 2)
+    watcher.note_branches()
+    watcher.note_read(reads[2], ReadUse.UNKNOWN, (first,))
+    assert [read.where for read in watcher.steering(stopped=True)] == ["A"]
+    watcher.enter_backward(trains=True)
+    assert watcher.steering(stopped=True) == ()

@@ -8,6 +8,7 @@ from memfit.records import ScriptEnd, StandIn
 from memfit.report.terminal.verdict import verdict_of_run
 
 COVERS = "This result covers {}. Not run: {}; they may need more. To run more, pass --to-end or --steps N."
+BRANCHES = "On a GPU, the script may take other branches: it decides by GPU values."
 LATER = "later parts, such as evaluation or larger batches"
 
 
@@ -69,14 +70,22 @@ def test_a_run_whose_optimizers_never_stepped_lacks_what_an_update_needs(answer)
     assert "--values" not in verdict_of_run(run, hints=False).text.plain
 
 
-def test_a_run_that_read_what_its_loops_go_on_by_is_not_called_whole(answer):
+@pytest.mark.parametrize(
+    ("reason", "steps", "covers"),
+    [
+        ("end", 6, "This result covers the branches that ran: 6 training steps."),
+        ("end", 0, "This result covers the branches that ran, which have no training step."),
+        ("steps", 3, COVERS.format("3 training steps", LATER)),
+    ],
+)
+def test_a_run_that_takes_branches_by_what_it_read_is_not_called_whole(reason, steps, covers, answer):
     read = StandIn("/somewhere/train.py:9", "a float", "1.0", "train.py:9=0")
-    run = replace(answer, end=ScriptEnd("end", 0, stand_ins=(read,)), steps=6)
+    run = replace(answer, end=ScriptEnd(reason, 0, stand_ins=(read,)), steps=steps)
     first, *others = verdict_of_run(run).text.plain.splitlines()
-    assert first.startswith("FITS   needs ")
-    covers = "This result covers 6 training steps. On a GPU, the script may run more or less: it decides that"
+    assert first.startswith("FITS ")
     assert others == [
-        f"{covers} by GPU values. The ghost computes none, and returned:",
+        covers,
+        f"{BRANCHES} The ghost computes none, and returned:",
         "  1.0 for a float at /somewhere/train.py:9 (to try another: --values train.py:9=0)",
     ]
 

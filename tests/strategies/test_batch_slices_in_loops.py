@@ -1,4 +1,4 @@
-"""What batch slices refuse, and batch slices in training loops: copies, clipping, loss scales, low precision."""
+"""What batch slices refuse, and batch slices in training loops: copies, clipping, loss scales, float16."""
 
 import copy
 import io

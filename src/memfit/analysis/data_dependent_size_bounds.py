@@ -4,7 +4,8 @@
     |                         |                                |------------------------ |
 
 A block whose size follows from such a size is allocated after it, in the same training step, while the code
-that found the size is still running: here heads.py:120 decides.
+that found the size is still running: here heads.py:120 decides. What belongs to the model or an optimizer's
+step, and workspaces, have sizes of their own.
 """
 
 import os
@@ -13,8 +14,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.event_locations import stack_index_of_event
-from memfit.records import Action, MarkKind, SizeBound, Timeline, Trace
+from memfit.analysis.event_locations import phase_of_events, stack_index_of_event
+from memfit.analysis.run_stages import NEEDED_BY_TRAINING
+from memfit.records import Action, MarkKind, Phase, SizeBound, Timeline, Trace
 
 _Marks = list[tuple[int, int]]
 """(position, number from 1 among all marks of the trace) of some marks, in order."""
@@ -31,6 +33,8 @@ def data_dependent_size_bounds(trace: Trace, line: Timeline, event: int) -> tupl
     upto = slice(event + 1)
     alive = (trace.events.action[upto] == Action.ALLOC) & (line.freed_by[upto] > event)
     alive[event] |= trace.events.action[event] == Action.OOM
+    alive &= ~np.isin(trace.events.category[upto], NEEDED_BY_TRAINING)
+    alive &= phase_of_events(trace)[upto] != tuple(Phase).index(Phase.OPTIMIZER)
     blocks = np.flatnonzero(alive)
     began = _last_before(_marks(trace, MarkKind.TRAINING_STEP), blocks)
     stacks = np.array([stack_index_of_event(trace, block) for block in blocks.tolist()], np.int64)

@@ -222,9 +222,13 @@ def _growth(trace: Trace, line: Timeline) -> Growth:
     Requested, not allocated: the same tensors can get blocks of different sizes from step to step. Age
     separates a leak from variation: bytes that have outlived a whole step should stay the same, while a
     step's own tensors may be of any size (batches of varying length). The pool of a CUDA graph is permanent
-    from its capture on, so it does not count.
+    from its capture on, so it does not count. Steps by hand end at the next backward pass, after the next
+    forward; not so the last one of a script that ended.
     """
     ends = step_end_events(trace)
+    kinds = {mark.kind for mark in trace.marks}
+    if MarkKind.BACKWARD in kinds and MarkKind.OPTIMIZER_STEP not in kinds and trace.end.reason == "end":
+        ends = ends[:-1]
     if len(ends) <= 1 or Action.EARLIER in trace.events.action:  # frees of older allocations are unknown
         return Growth(None, 0, "", leak=False)
     held, own = _held(trace, line, ends)

@@ -43,7 +43,7 @@ from memfit.records import (
 
 _BEGINS_PASSAGE = (MarkKind.BATCH, MarkKind.FORWARD)
 _ENDS_SAVING = (*_BEGINS_PASSAGE, MarkKind.LOADER_END, MarkKind.LOAD)
-_NEEDED = (
+NEEDED_BY_TRAINING = (
     *(Category.WORKSPACE, Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE),
 )
 _LEAVES = (Stage.EVALUATION, Stage.SAVING)
@@ -317,7 +317,7 @@ def _left(trace: Trace, line: Timeline, spans: Sequence[StageSpan]) -> tuple[int
     What training needs is not counted: workspaces, and the model and optimizer that a script may make here.
     """
     ends = step_end_events(trace)
-    born = (trace.events.action == Action.ALLOC) & ~np.isin(trace.events.category, _NEEDED)
+    born = (trace.events.action == Action.ALLOC) & ~np.isin(trace.events.category, NEEDED_BY_TRAINING)
     most, where = 0, ""
     for span in spans:
         later = int(np.searchsorted(ends, span.end, side="right"))

@@ -25,6 +25,9 @@ from memfit.records import (
     worst_provenance,
 )
 
+AT_ONCE = "if GPU work on side streams is done at once"
+"""Source of a figure: the least that is needed."""
+
 
 def may_side_streams_change_peak(trace: Trace) -> bool:
     """Return whether the moment at which memory is free again may depend on the GPU.

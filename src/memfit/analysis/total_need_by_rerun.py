@@ -9,6 +9,7 @@ from memfit.analysis.needed_memory import (
 )
 from memfit.analysis.peak_by_batch_size import allocator_room_on_device, with_largest_batch_within
 from memfit.analysis.peak_outside_failed_attempts import failed_allocation_events
+from memfit.analysis.side_stream_peak_range import AT_ONCE, may_side_streams_change_peak
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.devices import NO_LIMIT
 from memfit.records import Change, DryRun, Note, Provenance, ScriptEnd, Trace
@@ -55,6 +56,8 @@ def find_total_need(found: DryRun, run: RunTrial) -> DryRun:
     needs = process_bytes_on_smallest_gpu(
         unlimited.trace, total, found.device, fails_at=found.device.total.bytes
     )
+    if may_side_streams_change_peak(unlimited.trace):
+        needs = replace(needs, source=AT_ONCE)
     least = memory_needed_without_convolution_workspaces(
         unlimited.trace, total, found.device, needs, found.device.total.bytes
     )

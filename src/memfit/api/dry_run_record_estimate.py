@@ -13,15 +13,22 @@ from memfit.api.run_on_ghost import FinishedRun, run_on_ghost
 from memfit.api.traces import summarize, write_html
 from memfit.card.detect_card import detect_card
 from memfit.devices import DEFAULT, NO_LIMIT
-from memfit.records import DeviceUse, DryRun
+from memfit.errors import TargetError
+from memfit.records import DeviceUse, DryRun, Note, Provenance
 from memfit.report.estimate_result import Estimate
 from memfit.run.job_rank import first_rank_to_run
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, checked_script_argv, run_script
 from memfit.run.resolve_ghost_settings import resolve_ghost_settings
+from memfit.temporary_folders import TemporaryFolder
 
 if TYPE_CHECKING:
     import torch
+
+_LOSS_CALL = (
+    "memfit called the loss as loss(model, inputs); such a loss must run the forward itself. To use a loss "
+    "of (output, target), pass a criterion module: loss=nn.MSELoss(), inputs=(x, target)."
+)
 
 
 def dry_run(  # noqa: PLR0913 - one parameter an option
@@ -256,12 +263,12 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     >>> answer.fits(), answer.breakdown["parameters"].bytes  # doctest: +SKIP
     (True, 4198400)
     """
-    from memfit.estimating.model_dry_run import ModelDryRun
     from memfit.estimating.serialise_training_step import collect_training_step, serialise_training_step
 
-    def run_module(
-        module: str, arguments: Sequence[str], *, gpu: str, memory: int | None, beyond: DeviceUse | None
-    ) -> DryRun:
+    serialised = serialise_training_step(collect_training_step(model, inputs, loss, optimizer, steps))
+
+    def run(gpu: str, memory: int | None, beyond: DeviceUse | None = None) -> DryRun:
+        """Run the step on a GPU, None for its own memory; or find what it needs of the GPU ``beyond``."""
         options = RunOptions(
             module=True,
             steps=steps,
@@ -271,18 +278,33 @@ def estimate(  # noqa: PLR0913 - one parameter an option
             in_use=in_use,
             values=values,
         )
-        command = checked_script_argv(module, arguments, options, None)
-        trace = run_script(command, options, resolve_ghost_settings(options), None, lambda _: None).trace
+        with TemporaryFolder() as folder:
+            file = Path(folder) / "model.job"
+            file.write_bytes(serialised.data)
+            command = checked_script_argv("memfit.estimating.training_loop", [str(file)], options, None)
+            trace = run_script(command, options, resolve_ghost_settings(options), None, lambda _: None).trace
         found = summarize(trace)
-        if beyond is None:
-            return found
-        needs = process_bytes_on_smallest_gpu(trace, found, beyond, fails_at=beyond.total.bytes)
-        least = memory_needed_without_convolution_workspaces(trace, found, beyond, needs, beyond.total.bytes)
-        return dataclasses.replace(found, needs=needs, needs_without_workspaces=least)
+        if found.end.reason == "interrupted":
+            raise KeyboardInterrupt
+        if found.end.reason == "exception":
+            raise TargetError(_failure_of_model(found, calls_loss=serialised.calls_loss))
+        if beyond is not None:
+            total = beyond.total.bytes
+            needs = process_bytes_on_smallest_gpu(trace, found, beyond, fails_at=total)
+            least = memory_needed_without_convolution_workspaces(trace, found, beyond, needs, total)
+            found = dataclasses.replace(found, needs=needs, needs_without_workspaces=least)
+        notes = tuple(Note(Provenance.ASSUMED, text, sizes=True) for text in serialised.notes)
+        return dataclasses.replace(found, command=(serialised.name,), notes=(*notes, *found.notes))
 
-    step = collect_training_step(model, inputs, loss, optimizer, steps)
-    run = ModelDryRun(serialise_training_step(step), run_module)
     first = unlimited = run(gpu, memory)
     if first.verdict not in ("fits", "tight"):  # its total takes one more run, with unlimited memory
-        unlimited = run(gpu, NO_LIMIT, beyond=first.device)
+        unlimited = run(gpu, NO_LIMIT, first.device)
     return Estimate(first, unlimited, run)
+
+
+def _failure_of_model(result: DryRun, *, calls_loss: bool) -> str:
+    """Return how a model failed on the ghost; ``calls_loss``: memfit called its loss."""
+    gaps = " ".join(note.text for note in result.notes if note.sizes)
+    where = f" ({result.end.where})" if result.end.where else ""
+    called = f" {_LOSS_CALL}" * calls_loss
+    return f"The model failed on the ghost{where}: {result.end.exception}.{called} {gaps}".rstrip()

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -33,9 +33,6 @@ from memfit.errors import UsageError
 from memfit.run.job_rank import ALONE, first_rank_to_run
 from memfit.run.launchers import rank_started_by_torchrun
 from memfit.run.options import BATCHES, LONGEST_STEPS, SCAN, SECONDS, STEPS, RunOptions
-
-if TYPE_CHECKING:
-    from memfit.run.parent import ScriptProgress
 
 
 @Parameter(name="*")
@@ -204,7 +201,7 @@ def dry_run(
     )
     quiet = beside is not None and beside.local > 0
     run: FinishedRun | None
-    with nullcontext(_show_nothing) if quiet else show_script_progress(options.steps) as show:
+    with nullcontext(lambda _: None) if quiet else show_script_progress(options.steps) as show:
         if beside is not None:
             run = run_as_torchrun_rank(
                 script, arguments, options, dict(os.environ), output=output, on_progress=show
@@ -227,7 +224,3 @@ def dry_run(
     write_result(run.result, json, page, written_trace_file(output, run), notes=notes)
     failed = beside is not None and not run.result.ranks  # torchrun must end the other ranks
     return exit_code_of_run(run.result, fail=fail or failed)
-
-
-def _show_nothing(_: "ScriptProgress") -> None:
-    """Show no progress."""

@@ -36,11 +36,7 @@ class _WithoutKernels:
         self._functions, self._compile = functions, compile_op
 
     def __getattr__(self, name: str) -> Any:
-        return _do_nothing if name in self._functions else getattr(self._compile(), name)
-
-
-def _do_nothing(*_: object) -> None:
-    pass
+        return (lambda *_: None) if name in self._functions else getattr(self._compile(), name)
 
 
 def run_deepspeed_without_kernels(note: NoteCallback) -> None:

@@ -104,7 +104,7 @@ class RandomFillSkipper:
             remove()
 
     def _random(self, method: Kernel, tensor: torch.Tensor, *args: object, **options: object) -> Any:
-        large = tensor.numel() >= self._threshold and is_plain_tensor(tensor) and tensor.is_floating_point()
+        large = is_plain_tensor(tensor) and tensor.numel() >= self._threshold and tensor.is_floating_point()
         if large and tensor.is_cpu and not _tracked(tensor) and self._release(tensor):
             self._note(Provenance.ASSUMED, _SKIPPED, "")
             return tensor
@@ -175,7 +175,7 @@ class RandomFillSkipper:
 
     def _untouched(self, tensor: torch.Tensor) -> bool:
         """Return whether a method may be skipped: the tensor is large, untouched zeros and not tracked."""
-        large = tensor.numel() >= self._threshold and is_plain_tensor(tensor)
+        large = is_plain_tensor(tensor) and tensor.numel() >= self._threshold
         return large and self._zero_pages.untouched(tensor) and not _tracked(tensor)
 
     def _release(self, tensor: torch.Tensor) -> bool:

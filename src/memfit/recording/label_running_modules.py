@@ -94,6 +94,7 @@ class RunningModuleLabeller:
         name = self._name(module)
         if not active and not recomputing:
             self._on_root(module, arguments)
+        self._steps.updates.note_branches()
         if recomputing:
             phase = Phase.RECOMPUTE
         elif isinstance(module, _Loss):

@@ -23,13 +23,12 @@ from memfit.ghost.values.tensor_facts import tensor_storage_address
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.host_tensors import HostTensors
-from memfit.recording.label_running_modules import tensors_in_containers
+from memfit.recording.label_running_modules import ACCUMULATE, tensors_in_containers
 from memfit.recording.optimizer_accessors import local_optimizer
 from memfit.recording.saved_tensors import (
     NonReentrantCheckpoints,
     SavedTensorInfo,
     autograd_nodes_of_tensors,
-    leaves_of_autograd_nodes,
     tensors_saved_by_node,
 )
 from memfit.recording.tensor_names import (
@@ -222,7 +221,7 @@ class MemoryOwners:
         """
         root_tensors = list(tensors_in_containers(roots))
         nodes = [] if _is_traced() else list(autograd_nodes_of_tensors(root_tensors))
-        leaves = list(leaves_of_autograd_nodes(nodes))
+        leaves: list[torch.Tensor] = [each.variable for each in nodes if each.name().endswith(ACCUMULATE)]
         self._leaves = [weakref.ref(leaf) for leaf in leaves]
         recurring = [leaf for leaf in leaves if by_hand and self._seen_leaves.get(id(leaf)) is leaf]
         self._seen_leaves.update((id(leaf), leaf) for leaf in leaves)

@@ -20,8 +20,8 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from memfit.recording.optimizer_accessors import parameters_of
-from memfit.recording.use_of_read import ReadUse
-from memfit.records import StandIn
+from memfit.recording.use_of_read import Branch, ReadUse, running_branches
+from memfit.records import CHECK, FINITE_CHECK, StandIn
 
 
 class UpdateWatcher:
@@ -43,6 +43,8 @@ class UpdateWatcher:
         self._read: dict[str, StandIn] = {}  # in the current window, oldest first
         self._unused: dict[str, StandIn] = {}  # while the script was to train, and ran no backward pass yet
         self._steering: dict[str, StandIn] = {}  # that decide which turns of a loop are run, oldest first
+        self._left_out: dict[Branch, StandIn] = {}  # what decides about branches that have not been run
+        self._run: set[Branch] = set()
         self._seen: dict[str, StandIn] = {}  # in any window, oldest first
         self._harmless: set[str] = set()  # read in windows with an update
         self._skips: Counter[frozenset[str]] = Counter()  # what was read in windows without an update
@@ -62,6 +64,7 @@ class UpdateWatcher:
         """
         self._listens = False
         self._is_to_train = trains
+        self.note_branches()
 
     def enter_backward(self, *, trains: bool) -> None:
         """Note that an outermost backward pass begins.
@@ -70,16 +73,25 @@ class UpdateWatcher:
             trains: whether the module that ran before is in training mode.
         """
         self._close_window()
+        self.note_branches()
         self._backwards += 1
         self._trains, self._listens = trains, True
         if not self._stepped:
             self._writes.update((each, _writes_to(each)) for each in self._existing)
 
-    def note_read(self, read: StandIn, use: ReadUse) -> None:
-        """Note that the script got a stand-in, and what it does with it."""
+    def note_branches(self) -> None:
+        """Note that a module, or a backward pass, is about to run: branches around it are not left out."""
+        for branch in running_branches(tuple(self._left_out)):
+            self._left_out.pop(branch, None)
+            self._run.add(branch)
+
+    def note_read(self, read: StandIn, use: ReadUse, branches: tuple[Branch, ...] = ()) -> None:
+        """Note that the script got a stand-in, what it does with it, and which branches it decides about."""
+        if read.what != FINITE_CHECK:
+            self._left_out.update((each, read) for each in branches if each not in self._run)
         if use is ReadUse.REPORTED:
             return
-        if use is ReadUse.STEERS and read.what != "a check":
+        if use is ReadUse.STEERS and read.what not in (CHECK, FINITE_CHECK):
             _put_last(self._steering, read)
         if self._listens:
             _put_last(self._read, read)
@@ -97,9 +109,13 @@ class UpdateWatcher:
             self._stepped.add(optimizer)
             self._updated = True
 
-    def steering(self) -> tuple[StandIn, ...]:
-        """Return the reads by which the script decides which turns of its loops it runs, newest first."""
-        return tuple(reversed(self._steering.values()))
+    def steering(self, *, stopped: bool) -> tuple[StandIn, ...]:
+        """Return the reads by which the script left out branches that run a model, newest first.
+
+        Unless memfit ``stopped`` the script, also those by which it decides which turns of its loops it runs.
+        """
+        reads = {read.key: read for read in self._left_out.values()}
+        return tuple(reversed((reads if stopped else reads | self._steering).values()))
 
     def missing(self, *, stopped: bool, shortened: bool = False) -> tuple[str, tuple[StandIn, ...]]:
         """Return which updates the script did not make, and what it read before it went on without them.

@@ -104,11 +104,6 @@ class NonReentrantCheckpoints:
         self._frames.add(frame)
 
 
-def leaves_of_autograd_nodes(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the leaves whose gradients the backward of some nodes accumulates."""
-    return (node.variable for node in nodes if node.name().endswith(ACCUMULATE))
-
-
 def tensors_saved_by_node(node: Any) -> Iterator[SavedTensorInfo]:
     """Yield the tensors that a node has saved."""
     name = node.name()

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from traceback import walk_stack
@@ -34,6 +33,7 @@ from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.cuda_graphs import GraphCaptures, thread_uses_side_stream
 from memfit.recording.event_labels import LabelBook
+from memfit.recording.last_steps import add_last_steps
 from memfit.recording.missing_updates import UpdateWatcher
 from memfit.recording.overlapped_zero_steps import count_overlapped_zero_steps
 from memfit.records import MarkKind, Phase
@@ -277,21 +277,10 @@ class TrainingStepTracker:
         )
         self._complete(steps)
 
-    def count_steps_of_used_optimizers(self) -> None:
-        """Count the steps of a run that ended while optimizers that never stepped counted as in use."""
+    def count_last_steps(self) -> None:
+        """Count the steps that only the end of the script shows."""
         used = set(self._number.values())
-        made: Counter[int] = Counter()
-        marks = []
-        for mark in () if self.completed else self._book.marks:
-            marks.append(mark)
-            moment, kind, optimizer = mark
-            if kind is MarkKind.OPTIMIZER_STEP and optimizer in used:
-                made[optimizer] += 1
-                if len(made) == len(used) and min(made.values()) > self.completed:
-                    marks.append((moment, MarkKind.TRAINING_STEP, self.completed))
-                    self.completed += 1
-        if self.completed and marks:
-            self._book.marks[:] = marks
+        self.completed = add_last_steps(self._book, self.completed, self.backwards, used)
 
     def _count_replayed(self, reference: "weakref.ref[Optimizer]") -> None:
         optimizer = reference()

@@ -6,17 +6,22 @@
 
 The value is followed by name through the source of the function that reads it, and of the callers that it is
 returned to. Python's positions of instructions tell which expression reads it.
+
+    if mask.any(): loss += loss_of(model(u), y)     decides about a branch that runs a model
+    if loss.item() < best: save(model)              does not
 """
 
 import ast
 import builtins
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import IntEnum
 from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 from memfit.user_lines import is_memfit_file, is_user_file
 
@@ -37,22 +42,46 @@ class ReadUse(IntEnum):
     STEERS = 2  # which turns of a loop, or what of a function, is run
 
 
-def use_of_read() -> ReadUse:
-    """Return what the innermost code of the user's does with the value that it is reading.
+class Branch(NamedTuple):
+    """A part of a file that runs a model or a backward pass: line and column of its begin and end."""
+
+    file: str
+    begin: tuple[int, int]
+    end: tuple[int, int]
+
+
+def use_of_read() -> tuple[ReadUse, tuple[Branch, ...]]:
+    """Return what the user's innermost code does with the value that it is reading, and with which branches.
 
     A read by an installed package, or inside PyTorch, is unknown.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_memfit_file(frame.f_code.co_filename):
         frame = frame.f_back
-    found = ReadUse.REPORTED
+    found, branches = ReadUse.REPORTED, list[Branch]()
     while (frame := _user_frame(frame)) is not None:
-        use, returned = _use_in(frame.f_code.co_filename, frame.f_code, frame.f_lasti)
-        found = max(found, use)
-        if not returned or found is ReadUse.STEERS:
-            return found
+        flow = _flow_in(frame.f_code.co_filename, frame.f_code, frame.f_lasti)
+        if flow is None:
+            break
+        found = max(found, flow.use)
+        branches += flow.branches
+        if not flow.returned or found is ReadUse.STEERS:
+            return found, tuple(branches)
         frame = frame.f_back
-    return ReadUse.UNKNOWN
+    return ReadUse.UNKNOWN, tuple(branches)
+
+
+def running_branches(among: Collection[Branch]) -> list[Branch]:
+    """Return which branches are among the frames of the calling thread."""
+    return [
+        branch
+        for frame, line in (walk_stack(sys._getframe(1)) if among else ())
+        for branch in among
+        if branch.file == frame.f_code.co_filename
+        and branch.begin[0] <= line <= branch.end[0]
+        and (span := _span(frame.f_code, frame.f_lasti)) is not None
+        and branch.begin <= span[0] <= span[1] <= branch.end
+    ]
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
@@ -65,20 +94,22 @@ def _user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 @functools.lru_cache(4096)
-def _use_in(file: str, code: CodeType, instruction: int) -> tuple[ReadUse, bool]:
-    """Return what a function does with the value of an instruction, and whether it returns it.
+def _flow_in(file: str, code: CodeType, instruction: int) -> "_Flow | None":
+    """Return what a function does with the value of an instruction; None without its source.
 
     Code of two files may be equal: Python does not compare their names.
     """
+    source, span = _Source.read(file), _span(code, instruction)
+    read = source.expression(*span) if source is not None and span is not None else None
+    return None if source is None or read is None else _Flow(source, read)
+
+
+def _span(code: CodeType, instruction: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Return the line and column where the text of an instruction begins and ends, if Python knows them."""
     line, end_line, column, end_column = next(islice(code.co_positions(), instruction // 2, None))
-    source = _Source.read(file)
-    if source is None or line is None or end_line is None or column is None or end_column is None:
-        return ReadUse.UNKNOWN, False
-    node = source.expression((line, column), (end_line, end_column))
-    if node is None:
-        return ReadUse.UNKNOWN, False
-    flow = _Flow(source, node)
-    return flow.use, flow.returned
+    if line is None or end_line is None or column is None or end_column is None:
+        return None
+    return (line, column), (end_line, end_column)
 
 
 class _Source:
@@ -87,12 +118,18 @@ class _Source:
     ``parents`` has the node around each; ``shared`` the names that hold no value of a run's.
     """
 
-    def __init__(self, tree: ast.Module) -> None:
-        self.tree = tree
+    def __init__(self, file: str, tree: ast.Module) -> None:
+        self.file = file
         self.parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
         imports = [node for node in self.parents if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {(each.asname or each.name).partition(".")[0] for node in imports for each in node.names}
         self.shared = names | set(dir(builtins))
+        self._functions = {node.name: node for node in self.parents if isinstance(node, ast.FunctionDef)}
+        stored = {_name(node) for node in self.parents if isinstance(getattr(node, "ctx", None), ast.Store)}
+        given = {node.arg for node in self.parents if isinstance(node, ast.arg)}
+        self._variables = (stored | given) - self.shared - self._functions.keys()
+        statements = (node for node in self.parents if isinstance(node, ast.Expr))
+        self._unused = {node for statement in statements for node in ast.walk(statement)}
 
     @staticmethod
     @functools.cache
@@ -100,7 +137,7 @@ class _Source:
         """Parse a file; None if that is not possible."""
         try:
             text = Path(file).read_bytes()
-            return None if len(text) > _LONGEST else _Source(ast.parse(text))
+            return None if len(text) > _LONGEST else _Source(file, ast.parse(text))
         except (OSError, SyntaxError, ValueError, RecursionError):
             return None
 
@@ -109,11 +146,28 @@ class _Source:
         around = [
             node
             for node in self.parents
-            if isinstance(node, ast.expr)
+            if isinstance(node, ast.expr | ast.stmt)
             and (node.lineno, node.col_offset) <= start
             and (node.end_lineno or 0, node.end_col_offset or 0) >= end
         ]
-        return max(around, key=lambda node: len(list(self.around(node))), default=None)
+        node = max(around, key=lambda node: len(list(self.around(node))), default=None)
+        node = getattr(node, "test", node)  # Python 3.11 reads a flag in all of ``if flag: ...``
+        return node if isinstance(node, ast.expr) else None
+
+    def runs_model(self, part: ast.AST, *within: ast.AST) -> bool:
+        """Return whether code, ``within`` functions of the file, runs a backward pass or calls a model.
+
+        A model is a variable that is called, and whose result is used.
+        """
+        for call in (node for node in ast.walk(part) if isinstance(node, ast.Call)):
+            # self.experts[3](x) calls one of self.experts
+            name = _name(call.func.value if isinstance(call.func, ast.Subscript) else call.func) or ""
+            function = self._functions.get(name.removeprefix("self."), part)
+            if name.endswith(".backward") or (name in self._variables and call not in self._unused):
+                return True
+            if function not in (part, *within) and self.runs_model(function, part, *within):
+                return True
+        return False
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around one, innermost first."""
@@ -128,6 +182,7 @@ class _Flow:
     def __init__(self, source: _Source, read: ast.expr) -> None:
         self.use = ReadUse.REPORTED
         self.returned = False
+        self.branches: list[Branch] = []
         self._source = source
         scope = next(node for node in source.around(read) if isinstance(node, (*_FUNCTIONS, ast.Module)))
         given = ast.walk(scope.args) if isinstance(scope, _FUNCTIONS) else ()
@@ -144,6 +199,7 @@ class _Flow:
         """Follow a value from an expression outwards, to what its statement does with it."""
         while True:
             inner, node = node, self._source.parents[node]
+            self._note_branches(node, inner)
             if isinstance(node, ast.If | ast.While | ast.Match):
                 self._decide(node)
             elif isinstance(node, ast.Return):
@@ -160,6 +216,16 @@ class _Flow:
             finite = isinstance(node, ast.Call) and (_name(node.func) or "").rpartition(".")[2] in _FINITE
             if isinstance(node, ast.stmt | ast.Lambda) or finite:
                 return
+
+    def _note_branches(self, decided: ast.AST, by: ast.AST) -> None:
+        """Note the branches that run a model, if an expression decides between them."""
+        if isinstance(decided, ast.If | ast.IfExp) and decided.test is by:
+            for branch in (decided.body, decided.orelse):
+                nodes = branch if isinstance(branch, list) else [branch]
+                if any(map(self._source.runs_model, nodes)):
+                    begin = nodes[0].lineno, nodes[0].col_offset
+                    end = nodes[-1].end_lineno or 0, nodes[-1].end_col_offset or 0
+                    self.branches.append(Branch(self._source.file, begin, end))
 
     def _decide(self, branch: ast.If | ast.While | ast.Match) -> None:
         """Note that the value decides whether statements run."""

@@ -68,7 +68,7 @@ from memfit.records.script_change import (
     equality_of,
     traits_of_strategy,
 )
-from memfit.records.script_end import ScriptEnd, StandIn
+from memfit.records.script_end import CHECK, FINITE_CHECK, ScriptEnd, StandIn
 from memfit.records.script_options import LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 from memfit.records.step_operations import (
     LEAST_RECOMPUTED,

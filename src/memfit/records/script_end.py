@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+CHECK = "a check"
+FINITE_CHECK = "a check that values are finite"
+"""What was read, of a value that is assumed because checks pass, or only because values are finite."""
+
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
@@ -41,7 +45,8 @@ class ScriptEnd:
     The figures lack what these updates need."""
     stand_ins: tuple[StandIn, ...] = ()
     """What the script read, newest first: with ``missing_updates``, ``exception`` or an exit code other than
-    0, what may be why; otherwise, with ``end``, what decides which turns of its loops it runs."""
+    0, what may be why; otherwise what left out branches that run a model, and with ``end`` what decides
+    which turns of its loops it runs."""
 
     @property
     def stopped(self) -> bool:

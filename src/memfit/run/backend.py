@@ -18,6 +18,7 @@ from memfit.card.detect_card import is_ghost_loaded
 from memfit.card.outside_allocator import OutsideMemoryMeter
 from memfit.devices import find_device, why_torch_lacks_kernels
 from memfit.ghost.deepspeed_kernels import run_deepspeed_without_kernels
+from memfit.ghost.ghost_device import show_device_memory_to_script
 from memfit.ghost.load_ghost import load
 from memfit.ghost.rank_exchange_protocol import RankExchange, what_others_sent
 from memfit.ghost.ranks.collective_release_times import CollectiveWatcher, wait_until_collectives_released
@@ -91,8 +92,8 @@ class Backend(ABC):
         if missing:
             return replace(end, missing_updates=missing, stand_ins=reads or self.stand_ins())
         if not end.stopped:
-            self._recorder.steps.count_steps_of_used_optimizers()
-        return end if end.stopped else replace(end, stand_ins=updates.steering())
+            self._recorder.steps.count_last_steps()
+        return replace(end, stand_ins=updates.steering(stopped=end.stopped))
 
     @abstractmethod
     def device(self) -> DeviceUse:
@@ -143,9 +144,7 @@ class GhostBackend(Backend):
 
         super().begin(recorder)
         if self._options.finish_late:
-            from memfit.ghost.late_stream_work import finish_stream_work_late
-
-            finish_stream_work_late(self.ghost)
+            self._finish_work_late()
         else:
             self._collectives = CollectiveWatcher()
             call_after_import("torch.distributed.distributed_c10d", self._collectives.install)
@@ -157,11 +156,9 @@ class GhostBackend(Backend):
             forward_lines=recorder.labelled_lines,
             fallback_where=recorder.place,
             senders_exist=self._options.real_ranks,
-            on_stand_in=lambda read: recorder.steps.updates.note_read(read, use_of_read()),
+            on_stand_in=lambda read: recorder.steps.updates.note_read(read, *use_of_read()),
         )
         if self._settings.shown_memory is not None:
-            from memfit.ghost.ghost_device import show_device_memory_to_script
-
             show_device_memory_to_script(self._settings.shown_memory)
         caches = cache_folder("compiled-graphs")
         isolate_torch_compile.isolate_compilation(
@@ -182,16 +179,17 @@ class GhostBackend(Backend):
         options, ghost = settings.options, settings.ghost or self._settings
         self.ghost.set_capacity(ghost.stands_for.total_bytes)
         if ghost.shown_memory is not None and self._settings.shown_memory is None:
-            from memfit.ghost.ghost_device import show_device_memory_to_script
-
             show_device_memory_to_script(ghost.shown_memory)
         if self._collectives is not None and options.finish_late:
-            from memfit.ghost.late_stream_work import finish_stream_work_late
-
             self._collectives.remove()
             self._collectives = None
-            finish_stream_work_late(self.ghost)
+            self._finish_work_late()
         self._settings, self._options = ghost, options
+
+    def _finish_work_late(self) -> None:
+        from memfit.ghost.late_stream_work import finish_stream_work_late
+
+        finish_stream_work_late(self.ghost)
 
     def exchange_with(self, ranks: RankExchange) -> None:
         """Have the script's ranks exchange small tensors."""

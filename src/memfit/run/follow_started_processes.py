@@ -84,16 +84,6 @@ def _record_process(folder: Path, process: int, name: str, peak: Figure | None, 
         return  # memfit has ended, and its folder has gone
 
 
-def _forget_process(folder: Path, process: int) -> None:
-    """Remove the record of a process."""
-    (folder / f"{process}{_SUFFIX}").unlink(missing_ok=True)
-
-
-def _is_recorded(folder: Path, process: int) -> bool:
-    """Return whether a process has been recorded."""
-    return (folder / f"{process}{_SUFFIX}").exists()
-
-
 def read_started_processes(folder: Path) -> tuple[ChildProcess, ...]:
     """Return the processes that recorded themselves, in the order of their process IDs."""
     found = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: int(path.stem))
@@ -177,7 +167,7 @@ class StartedProcessRecorder:
     def withdraw(self) -> None:
         """Record this process no more, and forget what was recorded: it is a rank."""
         self._process = 0
-        _forget_process(self._folder, os.getpid())
+        (self._folder / f"{os.getpid()}{_SUFFIX}").unlink(missing_ok=True)
 
     def _leave(self, error: BaseException) -> None:
         if os.getpid() != self._process:  # a fork of this process, such as a worker of a loader
@@ -215,7 +205,7 @@ def record_running_programs(settings: ChildSettings, script: int) -> None:
         command = _command(process)
         if not command or command == own:  # a fork, such as a worker of a loader
             continue
-        if _may_train(command) and not _is_recorded(folder, process):
+        if _may_train(command) and not (folder / f"{process}{_SUFFIX}").exists():
             _record_process(folder, process, _command_name(command), None, _STILL_RUNNING)
 
 

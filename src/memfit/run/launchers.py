@@ -172,9 +172,7 @@ def _is_on_gpu(backend: str) -> bool:
 
 def _launched_by_torchrun(name: str, tokens: Sequence[str]) -> LaunchedScript:
     """Return what torchrun starts when these tokens follow it."""
-    options, rest = _split(tokens)
-    if not rest:
-        raise UsageError(f"{name}: the script is missing. Put it after the launcher's options.")
+    options, rest = _split(name, tokens, _WITHOUT_VALUE)
     if "no_python" in options:
         raise UsageError(f"{name} --no_python: memfit runs Python scripts only. Leave this option out.")
     return LaunchedScript(
@@ -189,9 +187,7 @@ def _launched_by_torchrun(name: str, tokens: Sequence[str]) -> LaunchedScript:
 
 def _launched_by_deepspeed(name: str, tokens: Sequence[str]) -> LaunchedScript:
     """Return what DeepSpeed's launcher starts when these tokens follow it."""
-    options, rest = _split(tokens, WITHOUT_VALUE)
-    if not rest:
-        raise UsageError(f"{name}: the script is missing. Put it after the launcher's options.")
+    options, rest = _split(name, tokens, WITHOUT_VALUE)
     started = processes_started_by_deepspeed(options)
     local_rank = () if "no_local_rank" in options else (LOCAL_RANK_ARGUMENT,)
     return LaunchedScript(
@@ -203,22 +199,20 @@ def _launched_by_deepspeed(name: str, tokens: Sequence[str]) -> LaunchedScript:
 
 
 def _split(
-    tokens: Sequence[str], without_value: Container[str] = _WITHOUT_VALUE
+    launcher: str, tokens: Sequence[str], without_value: Container[str]
 ) -> tuple[dict[str, str], Sequence[str]]:
     """Return a launcher's options by name, and the script with its arguments."""
     options: dict[str, str] = {}
-    position = 0
-    while position < len(tokens) and tokens[position].startswith("-"):
-        if tokens[position] == "--":
-            return options, tokens[position + 1 :]
-        name, inline, value = tokens[position].partition("=")
+    rest = list(tokens)
+    while rest and rest[0].startswith("-") and (token := rest.pop(0)) != "--":
+        name, inline, value = token.partition("=")
         name = name.lstrip("-").replace("-", "_")
-        position += 1
         if not inline and name not in without_value:
-            value = tokens[position] if position < len(tokens) else ""
-            position += 1
+            value = rest.pop(0) if rest else ""
         options[name] = value
-    return options, tokens[position:]
+    if not rest:
+        raise UsageError(f"{launcher}: the script is missing. Put it after the launcher's options.")
+    return options, rest
 
 
 def _number(written: str) -> int:

@@ -91,7 +91,7 @@ Source: torch/nn/functional.py, PyTorch 2.14.1.
 def switch_gradient_changes_off(hooks: InstalledHooks) -> None:
     """Have nothing clip or scale gradients."""
     hooks.wrap(_CLIPPING, "clip_grad_norm_", _norm)
-    hooks.wrap(_CLIPPING, "clip_grad_value_", _nothing)
+    hooks.wrap(_CLIPPING, "clip_grad_value_", lambda *_args, **_named: None)
     hooks.wrap(_SCALER, "__init__", _disabled)
 
 
@@ -104,10 +104,6 @@ def switch_dropout_off(hooks: InstalledHooks) -> None:
 
 def _norm(original: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
     return original(parameters, float("inf"), *args, **kwargs)
-
-
-def _nothing(_original: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Do nothing."""
 
 
 def _disabled(original: Any, scaler: Any, device: str = "cuda", *_args: Any, **_kwargs: Any) -> None:

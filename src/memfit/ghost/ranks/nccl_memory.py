@@ -134,7 +134,9 @@ class _Rule:
         self.of = communicator
         self.environment = environment
         self.generation = device.compute_capability[0]
-        self.nvlink = _has_nvlink(device)
+        modules = ("SXM", "HBM3", "H200", "B200")  # which NVLink connects to the others of their machine
+        is_slice = ":" in device.name  # it has no links to others
+        self.nvlink = not is_slice and any(part in device.reported_as for part in modules)
         self.one_machine = communicator.ranks == communicator.local_ranks
         # Consumer cards have no peer-to-peer access: NCCL uses host memory.
         through_host = "GeForce" in device.reported_as or self.number("NCCL_P2P_DISABLE", 0) == 1
@@ -250,16 +252,6 @@ class _Rule:
             return each if eager else 0
         remote = [count >= self.of.local_ranks for count in (self.of.sends, self.of.receives)]
         return max(sum(remote), eager) * each
-
-
-def _has_nvlink(device: Device) -> bool:
-    """Whether a card is a module that NVLink connects to the others of its machine.
-
-    A slice has no links to others.
-    """
-    return ":" not in device.name and any(
-        part in device.reported_as for part in ("SXM", "HBM3", "H200", "B200")
-    )
 
 
 def _rounded(size: int) -> int:

@@ -26,7 +26,7 @@ from memfit.ghost.values.tensor_facts import (
     tensor_storage_address,
 )
 from memfit.ghost.values.value_options import OPERATORS, ChosenGpuValue, GpuValueOptions, Kind
-from memfit.records import Provenance, StandIn
+from memfit.records import CHECK, FINITE_CHECK, Provenance, StandIn
 from memfit.user_lines import frame_locations, innermost_line_of_place, user_line_with_package_line
 
 _MAX_READS = 100_000
@@ -182,7 +182,8 @@ class AssumedValues:
         chosen = self._chosen_for_line(kind)
         answer: Number = known.value if chosen is None else chosen.value
         text = self._basis_note(known) if chosen is None else f"{_READ} {explain_gpu_read(chosen, kind)}"
-        self.assume("a check", kind, answer, text)
+        what = FINITE_CHECK if known.basis is KnownValueBasis.FINITE else CHECK
+        self.assume(what, kind, answer, text)
         return answer
 
     def _basis_note(self, known: KnownValue) -> str:

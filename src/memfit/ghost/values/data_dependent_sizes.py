@@ -115,8 +115,8 @@ def _answer_by_ghost(
             prints = _prints_tensor()
             is_bound = chosen.value == "upper" and not prints
             _note(values, name, found, text, chosen.given, is_bound=is_bound, sizes=not prints)
-            if op == "nonzero":
-                values.remember_found(tensor, found)
+        if op == "nonzero":
+            values.remember_found(tensor, int(found))
         with values.while_counting(), ghost.answering_counts(int(found)):
             result = run(tensor, *args)
         if op == "nonzero" and len(result) != found:

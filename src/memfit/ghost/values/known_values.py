@@ -8,11 +8,12 @@ flag with ``True`` and later reads it must get ``True``. This module stores such
     both = done | flags                              known if both operands are
     done.add_(1)                                     no rule, but the version is now 1: forgotten
 
-A value is recorded for a tensor's storage. It is valid while that tensor lives (a reused address belongs to
-another tensor) and while the version is the same, which autograd increments with every in-place write through
-any view. Two measures cover writes that do not increment it: a value is recorded only when no kernel can
-still be writing to the tensor (``propagation_rules.py``), and a storage that is exposed without the counter,
-by ``Tensor.data``, ``data_ptr`` or DLPack, is never known again (``KnownValues.expose``).
+A value is recorded for a tensor's storage. It is valid while that tensor, or what ``detach`` made of it,
+lives (a reused address belongs to another tensor) and while the version is the same, which autograd
+increments with every in-place write through any view. Two measures cover writes that do not increment it: a
+value is recorded only when no kernel can still be writing to the tensor (``propagation_rules.py``), and a
+storage that is exposed without the counter, by ``Tensor.data``, ``data_ptr`` or DLPack, is never known again
+(``KnownValues.expose``).
 
 Nothing here may change allocations. So no device memory is kept alive, and no storage is accessed as a Python
 object: its use count would increase, and autograd would accumulate gradients into new memory instead of in
@@ -23,7 +24,6 @@ import math
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from memfit.ghost.values.dtype_rounding import round_to_dtype
 from memfit.ghost.values.tensor_facts import (
@@ -31,6 +31,7 @@ from memfit.ghost.values.tensor_facts import (
     KnownElements,
     KnownIndices,
     KnownValue,
+    TensorAliases,
     TensorState,
     TokenCountBasis,
     tensor_storage_address,
@@ -159,7 +160,7 @@ class KnownValues:
         if not storage or storage in self._exposed:
             return None
         return TensorState(
-            TensorWeakRef(tensor),
+            TensorAliases(tensor),
             storage,
             tensor_storage_address(tensor),
             _part(tensor),
@@ -231,6 +232,12 @@ class KnownValues:
         is_same = before.part == _part(tensor) == _part(noted)
         versions = versions_of(noted, self._counters.get(before.storage, ()))
         return noted if is_same and tensor._version in versions else tensor
+
+    def keep_with_alias(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
+        """Keep what is known of a tensor while an alias lives that counts the same writes: ``detach``'s."""
+        entry = self._entry(tensor)
+        if entry is not None:
+            entry.state.tensor.add(alias)
 
     def follow_alias(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """Follow the writes to a new alias that has a version counter of its own: ``Tensor.data``.

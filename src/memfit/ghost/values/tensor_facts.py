@@ -20,6 +20,10 @@ _data_ptr = (
 )  # the original: ``value_tracking_patches.py`` wraps the method that scripts call
 
 
+_MOST_ALIASES = 8
+"""The most aliases of a tensor, before the last, that are held."""
+
+
 class KnownValueBasis(IntEnum):
     """The basis of a known value, most certain first; a result has the least certain basis of its inputs."""
 
@@ -28,10 +32,28 @@ class KnownValueBasis(IntEnum):
     CHECKED = 2  # assumed: checks on values pass, and searches find nothing
 
 
+class TensorAliases:
+    """Tensors that share a storage and a version counter, held weakly: a tensor, and what ``detach`` made."""
+
+    __slots__ = ("_references",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._references = [TensorWeakRef(tensor)]
+
+    def __call__(self) -> torch.Tensor | None:
+        """Return one that still exists; None if none does."""
+        return next((found for each in self._references if (found := each()) is not None), None)
+
+    def add(self, alias: torch.Tensor) -> None:
+        """Add an alias: what is known of the tensor outlives it with this one."""
+        living = [each for each in self._references if each() is not None]
+        self._references = [*living[-_MOST_ALIASES:], TensorWeakRef(alias)]
+
+
 class TensorState(NamedTuple):
     """A tensor as it was at one moment."""
 
-    tensor: TensorWeakRef
+    tensor: TensorAliases
     storage: int
     address: int  # of the storage's memory; it changes if the storage is resized
     part: tuple[object, ...]  # see ``_part``

@@ -26,6 +26,7 @@ from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.computed_on_cpu import may_have_known_elements
 from memfit.ghost.values.exchanged_sizes import track_exchanged_values
+from memfit.ghost.values.known_values import KnownValues
 from memfit.ghost.values.propagation_rules import union_of_known_indices
 from memfit.ghost.values.small_tensors import (
     replace_torch_function,
@@ -75,6 +76,7 @@ _COPYING = Patch(
     why="answer what a script copies to the CPU",
 )
 _DATA = Patch("torch._tensor:Tensor", "data", why="forget values that are written past autograd")
+_DETACHING = Patch("torch._tensor:Tensor", "detach", why="know values through the alias that it makes")
 _EXPOSING = Patch(
     "torch._tensor:Tensor",
     *("data_ptr", "__dlpack__", "untyped_storage", "storage", "_typed_storage", "set_"),
@@ -86,6 +88,11 @@ _PRESERVING = Patch(
 )
 _GRAPH = Patch("torch.cuda.graphs:CUDAGraph", "replay", why="forget values that captured writes replace")
 _SWAPPING = Patch("torch.utils", "swap_tensors", why="drop the references that it refuses")
+_LAZY = Patch(
+    "torch.nn.parameter:UninitializedTensorMixin",
+    "_allowed_methods",
+    why="move modules that do not know their sizes yet",
+)
 _FUSED = Patch("torch", "_fused_*_", why="forget values that are written past autograd")
 
 
@@ -106,6 +113,14 @@ def patch_torch_to_track_values(values: AssumedValues, ghost: GhostRuntime) -> N
     _forget_uncounted(values)
     track_small_tensors(values)
     track_exchanged_values(values)
+    _LAZY.install("_allowed_methods", _MethodsByName)
+
+
+class _MethodsByName(list[Any]):
+    """Methods that PyTorch looks for by identity: a wrapper, which has the name of a method, is the same."""
+
+    def __contains__(self, method: object) -> bool:
+        return getattr(method, "__name__", "") in {each.__name__ for each in self}
 
 
 def _record(
@@ -273,12 +288,23 @@ def _forget_exposed(values: AssumedValues) -> None:
         values.known.release(t2)
 
     _DATA.install("data", partial(_following, values, expose))
+    for name in _DETACHING.names:
+        _DETACHING.wrap(name, partial(_detach, values.known))
     for name in _EXPOSING.names:
         _EXPOSING.install(name, partial(call_before, expose))
     _DLPACK.install("to_dlpack", partial(call_before, expose))
     _PRESERVING.install("__init__", partial(call_before, expose))
     _GRAPH.install("replay", partial(call_before, lambda _: values.known.clear()))
     _SWAPPING.install("swap_tensors", partial(call_before, release))
+
+
+def _detach(known: KnownValues, function: Callable[..., Any], tensor: torch.Tensor, **options: Any) -> Any:
+    """Call ``detach``: what is known of the tensor outlives it in the result."""
+    alias = function(tensor, **options)
+    if not torch.compiler.is_compiling() and isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+        with without_dispatch_modes():
+            known.keep_with_alias(tensor, alias)
+    return alias
 
 
 def _following(values: AssumedValues, expose: Callable[..., None], data: Any) -> property:

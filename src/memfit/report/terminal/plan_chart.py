@@ -6,7 +6,7 @@
 └─────────────────────────────
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
@@ -79,10 +79,7 @@ def plan_chart_lines(result: ScriptPlan) -> Iterator[str]:
     left, right = format_gib(low), format_gib(high)
     yield f"{'':{_MARGIN}}  {left}{right:>{_WIDTH - len(left)}}"
     yield f"{'x too slow' if result.too_slow else '* chosen'}   o tried   0 as written   ┊ budget"
-    yield from _legend([each.run for each in plans if each.kind is PlanKind.POLICY])
-
-
-def _legend(policies: Sequence[PlanRun]) -> Iterator[str]:
+    policies = (each.run for each in plans if each.kind is PlanKind.POLICY)
     for letter, run in zip(_LETTERS, policies, strict=False):
         yield f"{letter} {policy_name_of_run(run)}: {format_gib(run.needs.bytes)}, {run.time:.3f}x"
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
+from memfit.analysis.side_stream_peak_range import AT_ONCE
 from memfit.analysis.trial_result import (
     MOST_STAND_INS,
     STAND_INS_READ,
@@ -147,19 +148,17 @@ def _after_caught(result: DryRun) -> str:
 
 def _covers(result: DryRun, *, hints: bool) -> Iterator[str]:
     """Yield which part of the script the answer covers."""
-    shortened = ", shortened" * bool(result.shortened)
-    if result.end.stopped:
+    end, shortened = result.end, ", shortened" * bool(result.shortened)
+    if end.stopped:
         yield _covers_of_stopped(result, hints=hints)
-    elif result.end.stand_ins:
-        steps = f"This result covers {steps_run_in_words(result)}{shortened}."
-        yield (
-            f"{steps if result.steps else 'The script trained nothing.'} On a GPU, the script may run more "
-            "or less: it decides that by GPU values. The ghost computes none, and returned:"
-        )
-        yield from _stand_ins(result.end, hints=hints)
     else:
-        steps = f": {steps_run_in_words(result)}" if result.steps else ", which has no training step"
-        yield f"This result covers the whole run{shortened}{steps}."
+        covered, has = ("branches that ran", "have") if end.stand_ins else ("whole run", "has")
+        steps = f": {steps_run_in_words(result)}" if result.steps else f", which {has} no training step"
+        yield f"This result covers the {covered}{shortened}{steps}."
+    if end.stand_ins:
+        branches = "On a GPU, the script may take other branches: it decides by GPU values."
+        yield f"{branches} The ghost computes none, and returned:"
+        yield from _stand_ins(end, hints=hints)
 
 
 def _covers_of_stopped(result: DryRun, *, hints: bool) -> str:
@@ -370,7 +369,7 @@ def _memory_shortage(result: DryRun) -> str:
     if result.bound or _races(result):
         amount = f"at most {shown(most)}"
     elif bare is None:
-        amount = shown(most)
+        amount = "at least " * (result.needs.source == AT_ONCE) + shown(most)
     elif shown(bare.bytes + others) == shown(has):  # the GPU on which it failed is the lower end
         amount = f"up to {shown(most)}"
     else:
