@@ -31,7 +31,7 @@ _DIFFERS = "the model computes its loss differently for other samples."
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class LossTerm:
     """One of the reductions whose sum a loss is."""
 
     elements: int
@@ -41,7 +41,7 @@ class Term:
     factors: tuple[Number, ...]
 
 
-def terms_of_loss(loss: torch.Tensor) -> list[Term]:
+def terms_of_loss(loss: torch.Tensor) -> list[LossTerm]:
     """Return the reductions whose sum a loss is, from its graph.
 
     Args:
@@ -57,12 +57,12 @@ def terms_of_loss(loss: torch.Tensor) -> list[Term]:
     return list(_terms(loss.grad_fn, (), ()))
 
 
-def _terms(node: Any, divisors: tuple[Number, ...], factors: tuple[Number, ...]) -> Iterator[Term]:
+def _terms(node: Any, divisors: tuple[Number, ...], factors: tuple[Number, ...]) -> Iterator[LossTerm]:
     while node is not None:
         name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
         if (reduced := _reduced(node, name)) is not None:
             elements, mean = reduced
-            yield Term(elements, (*mean, *divisors), factors)
+            yield LossTerm(elements, (*mean, *divisors), factors)
             return
         ahead = [each for each, _ in node.next_functions if each is not None]
         if name in ("Add", "Sub"):
@@ -126,7 +126,7 @@ class LossRule:
             )
 
     @staticmethod
-    def _varying_of(whole: Term, parts: Sequence[Term], passed: Sequence[Any]) -> int | None:
+    def _varying_of(whole: LossTerm, parts: Sequence[LossTerm], passed: Sequence[Any]) -> int | None:
         if whole.elements != sum(part.elements for part in parts):
             alone = " and ".join(str(part.elements) for part in parts)
             raise UsageError(

@@ -52,7 +52,7 @@ class LossOfSlices:
         """Return what the model returns for the batch: with the loss's gradient, and no other's."""
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         outputs = JoinedOutputs(self.layouts, sum(self.sizes))
-        loss = _Held.apply(self, outputs, *[each for each, _ in self.inputs], *parameters)
+        loss = _HeldGradients.apply(self, outputs, *[each for each, _ in self.inputs], *parameters)
         leaves, spec = tree_flatten(outputs.whole())
         anchor = torch.empty(0, requires_grad=True)
         leaves = [
@@ -126,7 +126,7 @@ class _Loss:
 _LOSS = _Loss()
 
 
-class _Held(torch.autograd.Function):
+class _HeldGradients(torch.autograd.Function):
     """The loss of a batch, whose gradients were computed in the forward."""
 
     @staticmethod
