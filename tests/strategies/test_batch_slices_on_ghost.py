@@ -67,7 +67,8 @@ PEAKS = """
     def convolution(channels):
         return nn.Sequential(nn.Conv2d(channels, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU())
     def convolutions():
-        return nn.Sequential(convolution(3), *(convolution(32) for _ in range(5)), nn.Flatten(), nn.Linear(32768, 10))
+        body = [convolution(3), *(convolution(32) for _ in range(5))]
+        return nn.Sequential(*body, nn.Flatten(), nn.Linear(32768, 10))
     def features(*shape):
         return lambda: torch.randn(*shape, device="cuda")
     def entropy(model, x):
@@ -79,7 +80,8 @@ PEAKS = """
         "recurrent, sequences first": (Recurrent, features(64, 16, 64), squared, 1),
         "unet": (UNet, lambda: images(64), squared, 0),
         "frozen below": (
-            lambda: nn.Sequential(Block(256).requires_grad_(False), *blocks(6)), features(16, 64, 256), squared, 0
+            lambda: nn.Sequential(Block(256).requires_grad_(False), *blocks(6)),
+            features(16, 64, 256), squared, 0
         ),
         "language model": (lambda: Language(False), tokens, entropy, 0),
         "language model, returns its loss": (lambda: Language(True), tokens, lambda model, x: model(x, x), 0),

@@ -1,8 +1,9 @@
 """A plan, divided between memfit and a trainer that has its own accumulation, precision and clipping.
 
-checkpointing, offload, optimizer_state, compilation    memfit applies them to the model or its optimizer
-accumulation, precision, max_grad_norm                  become settings of the trainer
-sharding                                                "ddp", which trainers do by themselves
+checkpointing, offload, optimizer_state,
+compilation, batch_slices                memfit applies them to the model or its optimizer
+accumulation, precision, max_grad_norm   become settings of the trainer
+sharding                                 "ddp", which trainers do by themselves
 
 A trainer divides by K batches, and so a last window of fewer micro-batches counts less, and each micro-batch
 counts the same however many tokens it has. Its window has one divisor here, what ``memfit.Engine`` computes:

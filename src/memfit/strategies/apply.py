@@ -1,6 +1,6 @@
 """Apply a plan to a model and its optimizer in place, and revert it: in any loop, memfit's or another's.
 
-    apply_to_model        the strategies that change the model: precision, checkpointing, offload, compilation
+    apply_to_model        the strategies that change the model: precision, checkpointing, slices and others
     apply_to_optimizer    bits, implementation    the optimizer becomes another, in place
                           offload                 its step becomes that of ``OffloadedOptimizerState``
                           step_in_backward        hooks on its parameters; ``step`` finds nothing left to do

@@ -25,7 +25,8 @@ class BatchSlices:
     """Settings of batch slices.
 
     Gradients equal those of the whole batch up to the order of sums, for any loss, if the model computes each
-    sample by itself. Random numbers are drawn slice by slice: others than for the whole batch.
+    sample by itself: two samples of the first batch run together and each alone before, and a model that
+    combines them is refused. Random numbers are drawn slice by slice: others than for the whole batch.
 
     Raises:
         UsageError: a number is out of range.
@@ -39,7 +40,7 @@ class BatchSlices:
         >>> revert()
     """
 
-    count: int
+    count: int = 2
     """Slices of a batch; a batch of fewer samples has fewer."""
     kept: int = 1
     """The last so many of them keep what they save for the backward, and do not run again."""

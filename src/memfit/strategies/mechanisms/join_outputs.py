@@ -72,7 +72,7 @@ class JoinedOutputs:
         if samples == others and not last:
             return None
         found = tuple(
-            _samples_dimension(*each, samples, others) if isinstance(each[0], torch.Tensor) else None
+            samples_dimension(*each, samples, others) if isinstance(each[0], torch.Tensor) else None
             for each in zip(first, other, strict=True)
         )
         if samples != others and self._spec is not None:
@@ -99,13 +99,13 @@ class JoinedOutputs:
         self._waiting = []
 
 
-def _samples_dimension(first: torch.Tensor, other: torch.Tensor, samples: int, others: int) -> int | None:
+def samples_dimension(first: torch.Tensor, other: torch.Tensor, samples: int, others: int) -> int | None:
     """Return the dimension of an output along which samples lie, by its shapes for two numbers of them.
 
     Raises:
         UsageError: there is none, or several.
 
-    >>> _samples_dimension(torch.zeros(5, 3), torch.zeros(5, 12), 1, 4)
+    >>> samples_dimension(torch.zeros(5, 3), torch.zeros(5, 12), 1, 4)
     1
     """
     if first is other:  # a parameter
@@ -148,7 +148,7 @@ class _JoinedTensor:
         """Copy the output of the next slice."""
         length = samples * self._rows
         if part.requires_grad:
-            self._tokens.append(_Store.apply(part, self, self._begin, length))
+            self._tokens.append(_Store.apply(part, self, self._begin, length, not self._tokens))
         else:
             self.tensor.narrow(self.dim, self._begin, length).copy_(part)
         self._begin += length
@@ -172,17 +172,19 @@ class _Store(torch.autograd.Function):
     """Copy a slice's output into the whole; the result, of no elements, stands for it."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, joined: _JoinedTensor, begin: int, length: int) -> torch.Tensor:
-        ctx.joined, ctx.place = joined, (joined.dim, begin, length)
+    def forward(
+        ctx: Any, part: torch.Tensor, joined: _JoinedTensor, begin: int, length: int, is_first: bool
+    ) -> torch.Tensor:
+        ctx.joined, ctx.place, ctx.is_first = joined, (joined.dim, begin, length), is_first
         joined.tensor.narrow(*ctx.place).copy_(part)
         return part.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         gradient = ctx.joined.gradient.narrow(*ctx.place)
-        if ctx.place[1] == 0:  # the last to run
+        if ctx.is_first:  # and the last to run
             ctx.joined.gradient = None
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 class _Whole(torch.autograd.Function):

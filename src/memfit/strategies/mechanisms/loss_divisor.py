@@ -4,56 +4,244 @@
     sum                       loss of the batch = sum(loss_i)
 
 The loss's own graph says which it is: the node of a mean has the number of elements, that of a cross-entropy
-the weight of the targets that count, that of a quotient its divisor.
+the weight of the targets that count, that of a quotient its divisor. What is equal for every slice divides
+nothing: ``LossRule`` learns that from two samples, together and each alone.
 """
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import UsageError
 
 _MEAN, _SUM = 1, 2
 """PyTorch's numbers of reductions."""
-_PASSING = ("ToCopy", "View", "Squeeze", "Clone", "Alias", "Neg", "Mul")
+_PASSING = ("ToCopy", "View", "Squeeze", "Clone", "Alias", "Neg")
 """Nodes whose result is in proportion to what they are passed."""
+Number = torch.Tensor | float
+"""Of no dimensions; PyTorch keeps a Python number as a tensor on the CPU, too."""
+ADVICE = "Return the outputs, and compute the loss in the training loop."
 
 
-def loss_divisor(loss: torch.Tensor) -> torch.Tensor | float | None:
-    """Return by what a loss is divided: a number of elements, or the weight of those that count.
+_DIFFERS = "the model computes its loss differently for other samples."
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """One of the reductions whose sum a loss is."""
+
+    elements: int
+    """That it reduces."""
+    divisors: tuple[Number, ...]
+    """The number of elements of a mean first, or what a cross-entropy counts."""
+    factors: tuple[Number, ...]
+
+
+def terms_of_loss(loss: torch.Tensor) -> list[LossTerm]:
+    """Return the reductions whose sum a loss is, from its graph.
 
     Args:
         loss: of no dimensions, with its graph.
 
-    Returns:
-        None for a sum.
-
     Raises:
-        UsageError: the graph does not say.
+        UsageError: the graph does not show them.
 
     >>> x = torch.ones(3, 2, requires_grad=True)
-    >>> loss_divisor(x.mean() * 2), loss_divisor(x.sum()), loss_divisor(x.square().sum() / torch.tensor(5.0))
-    (6, None, tensor(5.))
+    >>> [(term.elements, term.divisors) for term in terms_of_loss(x.mean() * 2 + x.square().sum() / 5)]
+    [(6, (6,)), (6, (tensor(5),))]
     """
-    node, divisor = loss.grad_fn, None
+    return list(_terms(loss.grad_fn, (), ()))
+
+
+def _terms(node: Any, divisors: tuple[Number, ...], factors: tuple[Number, ...]) -> Iterator[LossTerm]:
     while node is not None:
         name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
-        if name == "Sum":
-            return divisor
-        if name == "Mean":
-            return int(node._saved_self_sym_numel)  # type: ignore[attr-defined]
-        reduction = getattr(node, "_saved_reduction", None)
-        if reduction == _MEAN:
-            weight: torch.Tensor | None = getattr(node, "_saved_total_weight", None)
-            return node._saved_self.numel() if weight is None else weight  # type: ignore[attr-defined]
-        if reduction == _SUM:
-            return divisor
+        if (reduced := _reduced(node, name)) is not None:
+            elements, mean = reduced
+            yield LossTerm(elements, (*mean, *divisors), factors)
+            return
         ahead = [each for each, _ in node.next_functions if each is not None]
-        if len(ahead) != 1 or not (name == "Div" or name.startswith(_PASSING)):
+        if name in ("Add", "Sub"):
+            for each in ahead:
+                yield from _terms(each, divisors, factors)
+            return
+        if len(ahead) != 1 or not (name in ("Div", "Mul") or name.startswith(_PASSING)):
             break
         if name == "Div":
-            divisor = node._saved_other  # type: ignore[attr-defined]
+            divisors = (*divisors, node._saved_other)
+        if name == "Mul":
+            other = node._saved_other
+            factors = (*factors, node._saved_self if other is None else other)
         node = ahead[0]
     last = "nothing" if node is None else node.name()
     raise UsageError(
-        f"batch_slices: the model returns its loss, and memfit does not see whether it is a mean or a sum "
-        f"over samples: it ends in {last}. Return the outputs, and compute the loss in the training loop."
+        "batch_slices: the model returns its loss, and memfit cannot see whether the loss is a mean or a sum "
+        f"over samples: its graph ends in {last}. {ADVICE}"
     )
+
+
+def _reduced(node: Any, name: str) -> tuple[int, tuple[Number, ...]] | None:
+    """Return how many elements a node reduces, and by what it divides their sum; None if it does not."""
+    if name == "Sum":
+        return math.prod(node._saved_self_sym_sizes), ()
+    if name == "Mean":
+        elements = int(node._saved_self_sym_numel)
+        return elements, (elements,)
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction not in (_MEAN, _SUM):
+        return None
+    elements = node._saved_self.numel()
+    return elements, (getattr(node, "_saved_total_weight", elements),) if reduction == _MEAN else ()
+
+
+class LossRule:
+    """By what a model divides its loss.
+
+    Args:
+        pair: the loss of two samples, with its graph.
+        single: those of each alone.
+        passed: the model's arguments that every slice gets as they are: a loss that is divided by one of them
+            is a sum.
+
+    Raises:
+        UsageError: the losses of slices do not make that of the batch.
+    """
+
+    def __init__(self, pair: torch.Tensor, single: Sequence[torch.Tensor], passed: Sequence[Any]) -> None:
+        whole, parts = terms_of_loss(pair), [terms_of_loss(each) for each in single]
+        if any(len(part) != len(whole) for part in parts):
+            raise UsageError(f"batch_slices: {_DIFFERS} {ADVICE}")
+        self._varying = [
+            self._varying_of(whole[term], [part[term] for part in parts], passed)
+            for term in range(len(whole))
+        ]
+        """Of each term, which of its divisors depends on the slice; None for a sum."""
+        if len({each is None for each in self._varying}) > 1:
+            raise UsageError(
+                f"batch_slices: the model's loss adds a mean over samples to a sum over samples. {ADVICE}"
+            )
+
+    @staticmethod
+    def _varying_of(whole: LossTerm, parts: Sequence[LossTerm], passed: Sequence[Any]) -> int | None:
+        if whole.elements != sum(part.elements for part in parts):
+            alone = " and ".join(str(part.elements) for part in parts)
+            raise UsageError(
+                "batch_slices: the model's loss combines samples with each other: it reduces "
+                f"{whole.elements} elements for two samples, and {alone} for each alone. {ADVICE}"
+            )
+        all_terms = (whole, *parts)
+        if len({(len(each.divisors), len(each.factors)) for each in all_terms}) > 1:
+            raise UsageError(f"batch_slices: {_DIFFERS} {ADVICE}")
+        divisors, factors = (
+            [place for place, same in enumerate(zip(*column, strict=True)) if not _is_constant(same, passed)]
+            for column in ([each.divisors for each in all_terms], [each.factors for each in all_terms])
+        )
+        if len(divisors) > 1 or factors:
+            raise UsageError(
+                "batch_slices: the model returns its loss, and multiplies or divides it by several numbers "
+                f"that depend on the batch. {ADVICE}"
+            )
+        return divisors[0] if divisors else None
+
+    def divisors(self, loss: torch.Tensor) -> list[Number]:
+        """Return by what each term of a slice's loss is divided; empty for a sum."""
+        return [
+            term.divisors[place]
+            for term, place in zip(terms_of_loss(loss), self._varying, strict=True)
+            if place is not None
+        ]
+
+    def joined(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the loss of a batch, of those of its slices, with their graphs."""
+        slices = SumOfSlices(self)
+        for each in losses:
+            slices.add(each)
+        return slices.loss()
+
+
+class SumOfSlices:
+    """The losses of the slices of a batch, added up.
+
+    Args:
+        rule: by what they are divided.
+    """
+
+    def __init__(self, rule: LossRule) -> None:
+        self._rule = rule
+        self._sum: torch.Tensor | None = None
+        self._dtype = torch.float32
+        self._divisors: list[list[Number]] = []
+        self.divisor: Number | None = None
+        """By what the sum of all slices is divided; None for a sum."""
+
+    def add(self, loss: torch.Tensor) -> torch.Tensor:
+        """Add a slice's loss, and return what it adds, with its graph."""
+        divisors, self._dtype = self._rule.divisors(loss), loss.dtype
+        own = loss if loss.dtype == torch.float64 else loss.float()
+        if divisors:
+            # Without targets that count, a mean is 0 / 0.
+            first = divisors[0]
+            own = own * first
+            if isinstance(first, torch.Tensor):
+                own = torch.where(first == 0, 0, own)
+            self.divisor = first if self.divisor is None else self.divisor + first
+        if divisors[1:]:
+            self._divisors.append(divisors)
+        self._sum = own.detach() if self._sum is None else self._sum + own.detach()
+        return own
+
+    def loss(self) -> torch.Tensor:
+        """Return the loss of the batch.
+
+        Raises:
+            UsageError: its terms weigh the slices differently.
+        """
+        if self._sum is None:
+            raise AssertionError("no slice has run")
+        _expect_same_weights(self._divisors)
+        return (self._sum if self.divisor is None else self._sum / self.divisor).to(self._dtype)
+
+
+def _is_constant(numbers: Sequence[Number], passed: Sequence[Any]) -> bool:
+    """Return whether a number does not depend on which samples the loss is of.
+
+    What is computed from the samples may be equal by chance; a Python number that is equal for two samples
+    and for each of them is taken for a constant.
+    """
+    first, *others = numbers
+    if not isinstance(first, torch.Tensor):
+        return all(each == first for each in others)
+    if any(isinstance(each, torch.Tensor) and first.is_set_to(each) for each in passed):
+        return True
+    if all(isinstance(each, torch.Tensor) and first.is_set_to(each) for each in others):
+        return True
+    is_python_number = not first.is_cuda and not first.dim() and first.dtype in (torch.int64, torch.float64)
+    return is_python_number and float(first) != 0 and all(float(each) == float(first) for each in others)
+
+
+def _expect_same_weights(divisors: Sequence[Sequence[Number]]) -> None:
+    """Check that the terms of a loss weigh the slices of a batch alike.
+
+    Args:
+        divisors: of each slice, those of the terms.
+
+    Raises:
+        UsageError: they do not, and neither do the slices' losses make that of the batch.
+    """
+    if is_ghost_loaded():
+        return
+    numbers = [[float(each) for each in of_slice] for of_slice in divisors]
+    totals = [sum(column) for column in zip(*numbers, strict=True)]
+    for of_slice in numbers:
+        if any(
+            not math.isclose(each * totals[0], of_slice[0] * total, rel_tol=1e-6)
+            for each, total in zip(of_slice, totals, strict=True)
+        ):
+            raise UsageError(
+                "batch_slices: the model's loss adds means over different numbers of elements, which weigh "
+                f"the slices of a batch differently. {ADVICE}"
+            )

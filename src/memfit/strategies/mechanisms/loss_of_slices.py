@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from memfit.errors import UsageError
 from memfit.random_state import DrawnRandomNumbers
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
+from memfit.strategies.mechanisms.independent_samples import place_of_loss
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
-from memfit.strategies.mechanisms.loss_divisor import loss_divisor
+from memfit.strategies.mechanisms.loss_divisor import LossRule, Number, SumOfSlices
 from memfit.strategies.mechanisms.slice_parameters import leaf_aliases, parameters_replaced
 
 Call = Callable[[], Any]
@@ -34,24 +35,24 @@ class LossOfSlices:
         calls: its forward on each slice.
         sizes: samples of each slice.
         layouts: of its outputs.
-        passed: arguments that every slice gets as they are.
+        rule: how its loss is divided.
+        inputs: the arguments that require a gradient, with the leaves that the calls have in their place.
     """
 
     module: nn.Module
     calls: Sequence[Call]
     sizes: Sequence[int]
     layouts: OutputLayouts
-    passed: Sequence[Any]
-    """Arguments that every slice gets as they are: a loss that is divided by one of them is a sum."""
-    _sum: torch.Tensor | None = None
-    divisor: torch.Tensor | float | None = None
+    rule: LossRule
+    inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    divisor: Number | None = None
     """By what the sum of all slices is divided; None for a sum."""
 
     def output(self) -> Any:
         """Return what the model returns for the batch: with the loss's gradient, and no other's."""
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         outputs = JoinedOutputs(self.layouts, sum(self.sizes))
-        loss = _Held.apply(self, outputs, *parameters)
+        loss = _HeldGradients.apply(self, outputs, *[each for each, _ in self.inputs], *parameters)
         leaves, spec = tree_flatten(outputs.whole())
         anchor = torch.empty(0, requires_grad=True)
         leaves = [
@@ -64,9 +65,11 @@ class LossOfSlices:
         ]
         return tree_unflatten(leaves, spec)
 
-    def run(self, outputs: JoinedOutputs | None, backward: Callable[[torch.Tensor], None] | None) -> None:
-        """Run all slices: forward, and the backward of each slice's sum."""
-        self._sum = self.divisor = None
+    def run(
+        self, outputs: JoinedOutputs | None, backward: Callable[[torch.Tensor], None] | None
+    ) -> torch.Tensor:
+        """Run all slices, forward and the backward of what each adds, and return the loss of the batch."""
+        slices = SumOfSlices(self.rule)
         for call, samples in zip(self.calls, self.sizes, strict=True):
             with torch.enable_grad():
                 leaves, spec = tree_flatten(call())
@@ -75,40 +78,35 @@ class LossOfSlices:
                     raise UsageError(
                         "batch_slices: the model returns a loss for some slices of a batch only."
                     )
-                divisor = loss_divisor(leaves[place])
-                if any(_is_same_number(divisor, each) for each in self.passed):
-                    divisor = None
-                total = leaves[place] if divisor is None else leaves[place] * divisor
-                leaves[place] = _LOSS
-            self._sum = _added(self._sum, total.detach())
-            self.divisor = _added(self.divisor, divisor)
+                own, leaves[place] = slices.add(leaves[place]), _LOSS
             if outputs is not None:
                 kept = [each.detach() if isinstance(each, torch.Tensor) else each for each in leaves]
                 outputs.add(tree_unflatten(kept, spec), samples)
+                del kept
             del leaves
             if backward is not None:
-                with autocast_to(total.device.type, None):  # as any backward
-                    backward(total)
-            del total
+                with autocast_to(own.device.type, None):  # as any backward
+                    backward(own)
+            del own
+        self.divisor = slices.divisor
+        return slices.loss()
 
     def differentiate(
         self, outputs: JoinedOutputs | None, upstream: torch.Tensor | None = None
-    ) -> list[torch.Tensor | None]:
-        """Run all slices, and return the gradients of their sum, of each parameter that requires one.
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Run all slices; return the loss, and the gradients of their sum of each input and parameter.
 
         Aliases of the parameters collect them: the parameters' own gradients, and hooks on them, are left
         to the script's backward.
         """
         aliases = leaf_aliases(self.module)
+        leaves = [leaf for _, leaf in self.inputs]
         with parameters_replaced(self.module, aliases):
-            self.run(outputs, lambda total: torch.autograd.backward(total, upstream))
-        return [each.grad for each in aliases.values()]
-
-    def total(self) -> torch.Tensor:
-        """Return the loss of the batch."""
-        if self._sum is None:
-            raise AssertionError("no slice has run")
-        return self._sum if self.divisor is None else self._sum / self.divisor
+            loss = self.run(outputs, lambda own: torch.autograd.backward(own, upstream))
+        found = [each.grad for each in (*leaves, *aliases.values())]
+        for leaf in leaves:
+            leaf.grad = None
+        return loss, found
 
     def kind(self) -> str:
         """Return the type of the model's device."""
@@ -121,17 +119,6 @@ class LossOfSlices:
         return torch.float16 in (own if lower is None else {lower})
 
 
-def _added(total: Any, part: Any) -> Any:
-    """Return a sum, without a copy of the first part; None if there are no parts."""
-    return total if part is None else part if total is None else total + part
-
-
-def _is_same_number(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.is_set_to(other)
-    return type(one) is type(other) and one == other
-
-
 class _Loss:
     """Stands for the loss among a model's outputs."""
 
@@ -139,26 +126,7 @@ class _Loss:
 _LOSS = _Loss()
 
 
-def place_of_loss(leaves: Sequence[Any]) -> int | None:
-    """Return which of a model's outputs is its loss; None if none is.
-
-    Raises:
-        UsageError: several may be.
-    """
-    found = [
-        index
-        for index, each in enumerate(leaves)
-        if isinstance(each, torch.Tensor) and not each.dim() and each.requires_grad
-    ]
-    if len(found) > 1:
-        raise UsageError(
-            f"batch_slices: the model returns {len(found)} single numbers that the script may differentiate, "
-            "and memfit divides batches only of a model that returns one loss, or none."
-        )
-    return found[0] if found else None
-
-
-class _Held(torch.autograd.Function):
+class _HeldGradients(torch.autograd.Function):
     """The loss of a batch, whose gradients were computed in the forward."""
 
     @staticmethod
@@ -170,13 +138,14 @@ class _Held(torch.autograd.Function):
         ctx.autocast = kind, autocast_dtype(kind)
         if work.needs_scaled_loss():
             ctx.again = DrawnRandomNumbers.start((torch.default_generator,))
-            work.run(outputs, None)
+            loss = work.run(outputs, None)
             ctx.again.keep_drawn()
             ctx.save_for_backward(*parameters)  # a change of theirs before the backward is an error
         else:
-            ctx.save_for_backward(*work.differentiate(outputs))
+            loss, gradients = work.differentiate(outputs)
+            ctx.save_for_backward(*gradients)
         ctx.divisor = work.divisor
-        return work.total()
+        return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
@@ -185,11 +154,12 @@ class _Held(torch.autograd.Function):
                 "batch_slices: a second derivative (create_graph=True) needs the whole graph of the model. "
                 "Leave out batch_slices."
             )
+        upstream = upstream if upstream.dtype == torch.float64 else upstream.float()
         factor = upstream if ctx.divisor is None else upstream / ctx.divisor
         if ctx.again is not None:
             _ = ctx.saved_tensors
             with ctx.again.replay(), autocast_to(*ctx.autocast):
-                return None, None, *ctx.work.differentiate(None, factor)
+                return None, None, *ctx.work.differentiate(None, factor)[1]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         return (
             None,
@@ -212,6 +182,6 @@ class _WithoutGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: ARG004
         raise UsageError(
             "batch_slices: the script differentiates an output of the model that the model returns beside "
-            "its loss. With batch_slices, only the loss has gradients. Leave out batch_slices, or have the model "
-            "return no loss (transformers: pass no labels)."
+            "its loss. With batch_slices, only the loss has gradients. Leave out batch_slices, or have the "
+            "model return no loss (transformers: pass no labels)."
         )

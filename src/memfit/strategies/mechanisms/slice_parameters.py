@@ -10,10 +10,13 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import nn
+
+from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_to
 
 Aliases = Mapping[torch.Tensor, torch.Tensor]
 """By parameter."""
@@ -33,6 +36,7 @@ class ChainedAliases:
     def __init__(self, module: nn.Module) -> None:
         self._chains = [(each, _Sum()) for each in module.parameters() if each.requires_grad]
         self._tokens: list[torch.Tensor] = []
+        _own_uses()  # before the backward, which it would interrupt
 
     def of_next_slice(self) -> Aliases:
         """Return the aliases for the next slice."""
@@ -51,6 +55,35 @@ class _Sum:
     """The sum of the slices' gradients so far."""
 
     tensor: torch.Tensor | None = None
+
+    def takes(self, gradient: torch.Tensor, uses: tuple[int, int]) -> bool:
+        """Return whether a gradient can become the sum, as nothing else holds it or will use it."""
+        is_dense = gradient.layout == torch.strided and all(gradient.stride()[: gradient.dim()])
+        return is_dense and uses == _own_uses()
+
+
+class _Uses(_Sum):
+    """Keeps what else holds a gradient."""
+
+    found: tuple[int, int] = (0, 0)
+
+    def takes(self, gradient: torch.Tensor, uses: tuple[int, int]) -> bool:  # noqa: ARG002
+        """Keep it."""
+        self.found = uses
+        return True
+
+
+@cache
+def _own_uses() -> tuple[int, int]:
+    """Return how often a gradient is held that nothing but an alias's backward holds.
+
+    It differs from one version of PyTorch and Python to the next.
+    """
+    uses, weight = _Uses(), torch.ones(2, 2, device="cpu", requires_grad=True)
+    with torch.enable_grad(), autocast_to("cpu", None):
+        alias, _ = _Alias.apply(weight, None, uses)
+        torch.autograd.backward((torch.ones(2, 2, device="cpu") @ alias).sum())
+    return uses.found
 
 
 def leaf_aliases(module: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
@@ -113,7 +146,9 @@ class _Alias(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None, _: torch.Tensor | None) -> Any:
         total = ctx.total
         if total.tensor is None:
-            total.tensor = gradient
+            if gradient is not None:
+                uses = cast("Any", gradient)._use_count(), sys.getrefcount(gradient)
+                total.tensor = gradient if total.takes(gradient, uses) else gradient.clone()
         elif gradient is not None:
             total.tensor.add_(gradient)
         if not ctx.is_first:

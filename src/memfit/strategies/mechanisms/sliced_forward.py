@@ -9,19 +9,25 @@ The loop sees one call of the model and one backward pass. Gradients are the sum
 same terms, added in another order. A dropped slice is a checkpointed call of the whole model.
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.inspect_tensors import tensor_version
+from memfit.strategies.mechanisms.independent_samples import (
+    ADVICE,
+    expect_independent_layers,
+    learn_outputs,
+)
+from memfit.strategies.mechanisms.inspect_tensors import tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
-from memfit.strategies.mechanisms.loss_of_slices import LossOfSlices, place_of_loss
+from memfit.strategies.mechanisms.loss_divisor import LossRule
+from memfit.strategies.mechanisms.loss_of_slices import LossOfSlices
 from memfit.strategies.mechanisms.recompute_forward import CheckpointedForward, RecomputeSettings
 from memfit.strategies.mechanisms.slice_parameters import (
     Aliases,
@@ -33,7 +39,6 @@ from memfit.strategies.mechanisms.split_batch import BatchSplitter, even_micro_b
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
 
 _AGAIN = RecomputeSettings("the model", (), use_reentrant=False, preserve_rng_state=True, check=False)
-_ADVICE = "Leave out batch_slices, or divide batches in the training loop."
 
 
 class SlicedForward(WrappedForward):
@@ -42,9 +47,10 @@ class SlicedForward(WrappedForward):
     def __init__(self, module: nn.Module, around: Any, inner: Forward | None) -> None:
         super().__init__(module, around, inner)
         self._again = CheckpointedForward(module, _AGAIN, inner)
-        self._splitter = BatchSplitter(advice=_ADVICE)
+        self._splitter = BatchSplitter(advice=ADVICE)
         self._layouts: OutputLayouts = {}
-        self._returns_loss = False
+        self._rules: dict[Any, LossRule | None] = {}
+        """How the model's loss is divided, by which arguments are passed; None if it returns none."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward in slices, if a backward may follow.
@@ -56,34 +62,66 @@ class SlicedForward(WrappedForward):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         call = self._rows_first({**dict(enumerate(args)), **kwargs})
-        sizes = self._sizes(number_of_samples(call))
-        if len(sizes) == 1 or not sizes:
+        samples = self._samples(call)
+        sizes = even_micro_batch_sizes(samples, self.around.count) if samples else []
+        if not sizes[1:]:
             return forward(*args, **kwargs)
-        self._expect_independent_samples()
-        parts = [self._arguments(part, len(args)) for part in self._splitter.split(call, sizes)]
-        before = self._state()
-        if not self._returns_loss:
-            outputs = JoinedOutputs(self._layouts, sum(sizes))
-            chain = ChainedAliases(self.module) if can_be_replaced(self.module) else None
-            for number, (own_args, own_kwargs) in enumerate(parts):
-                own = forward if chain is None else _under(chain.of_next_slice(), self.module, forward)
-                is_kept = number >= len(sizes) - self.around.kept
-                output = (
-                    own(*own_args, **own_kwargs)
-                    if is_kept
-                    else self._again.run_again(own, own_args, own_kwargs)
+        expect_independent_layers(self.module)
+        passed = self.module.training, frozenset(name for name, each in call.items() if each is not None)
+        if passed not in self._rules:
+            self._rules[passed] = self._learn(call, samples, len(args))
+        rule = self._rules[passed]
+        if rule is not None:
+            call, inputs = _with_leaves(call)
+            parts = self._splitter.split(call, sizes)
+            calls = [self._call(part, len(args)) for part in parts]
+            return LossOfSlices(self.module, calls, sizes, self._layouts, rule, inputs).output()
+        outputs = JoinedOutputs(self._layouts, samples)
+        chain = ChainedAliases(self.module) if can_be_replaced(self.module) else None
+        for number, part in enumerate(self._splitter.split(call, sizes)):
+            own = forward if chain is None else _under(chain.of_next_slice(), self.module, forward)
+            own_args, own_kwargs = self._arguments(part, len(args))
+            is_kept = number >= len(sizes) - self.around.kept
+            outputs.add(
+                own(*own_args, **own_kwargs) if is_kept else self._again.run_again(own, own_args, own_kwargs),
+                sizes[number],
+            )
+        return outputs.whole()
+
+    def _learn(self, call: dict[Any, Any], samples: int, positional: int) -> LossRule | None:
+        """Learn what the model returns from two samples of the batch."""
+        call, inputs = _with_leaves(call)
+        one, two, *_ = self._splitter.split(call, [1] * samples)
+        pair, *_ = self._splitter.split(call, [2] + [1] * (samples - 2))
+        whole = set(map(id, tree_leaves(call)))
+        shared = [each for each in tree_leaves(one) if id(each) in whole]
+        calls = [self._call(part, positional) for part in (pair, one, two)]
+        return learn_outputs(self.module, calls, [leaf for _, leaf in inputs], shared, self._layouts)
+
+    def _call(self, part: dict[Any, Any], positional: int) -> Callable[[], Any]:
+        """Return the forward on a part of a batch."""
+        args, kwargs = self._arguments(part, positional)
+        return partial(self.__wrapped__, *args, **kwargs)
+
+    def _samples(self, call: dict[Any, Any]) -> int:
+        """Return the number of samples of a call: the rows of its first tensor, or what a list of them has.
+
+        Raises:
+            UsageError: there is no tensor, or one without rows.
+        """
+        for name, each in call.items():
+            if isinstance(each, torch.Tensor) and each.dim() and not each.is_nested:
+                return each.size(0)
+            if isinstance(each, torch.Tensor | PackedSequence):
+                raise UsageError(
+                    f"batch_slices: the model is passed a {type(each).__name__} without a row for each "
+                    f"sample, and memfit cannot divide that. {ADVICE}"
                 )
-                if number == 0:
-                    self._expect_same_state(before)
-                    self._returns_loss = place_of_loss(tree_leaves(output)) is not None
-                    if self._returns_loss:
-                        break
-                outputs.add(output, sizes[number])
-            else:
-                return outputs.whole()
-        calls = [partial(forward, *own_args, **own_kwargs) for own_args, own_kwargs in parts]
-        passed = [each for each in tree_leaves(call) if any(each is one for one in tree_leaves(parts[0]))]
-        return LossOfSlices(self.module, calls, sizes, self._layouts, passed).output()
+            if isinstance(each, tuple | list | Mapping) and tensors_in_object(each):
+                return self._splitter.size({name: each})
+        raise UsageError(
+            f"batch_slices: the model is passed no tensor, and memfit cannot divide its arguments. {ADVICE}"
+        )
 
     def _arguments(self, part: dict[Any, Any], positional: int) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments of one slice as the forward takes them."""
@@ -100,44 +138,18 @@ class SlicedForward(WrappedForward):
         )
         return exchanged
 
-    def _sizes(self, samples: int) -> list[int]:
-        """Return how many samples the slices have.
 
-        Until the outputs have shown along which dimension their samples lie, a first slice of one sample
-        helps: what then differs from slice to slice is that dimension.
-        """
-        sizes = even_micro_batch_sizes(samples, self.around.count) if samples else []
-        if len(sizes) > 1 and not self._layouts and sizes[0] > 1:
-            return [1, sizes[0] - 1, *sizes[1:]]
-        return sizes
+def _with_leaves(call: dict[Any, Any]) -> tuple[dict[Any, Any], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Replace a call's tensors that require a gradient by leaves; return both."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
 
-    def _expect_independent_samples(self) -> None:
-        """Refuse layers whose results depend on the other samples of the batch."""
-        for name, part in self.module.named_modules():
-            if isinstance(part, _BatchNorm) and (part.training or not part.track_running_stats):
-                raise UsageError(
-                    f"batch_slices: {name or 'the model'} is a {type(part).__name__} in training mode, "
-                    "whose statistics would be over a slice, not over the batch. Use GroupNorm or LayerNorm, freeze "
-                    "the statistics (module.eval()), or leave out batch_slices."
-                )
+    def leaf(each: torch.Tensor) -> torch.Tensor:
+        if not each.requires_grad:
+            return each
+        return made.setdefault(each, each.detach().requires_grad_())
 
-    def _state(self) -> dict[str, tuple[int, int]]:
-        """Return what identifies the values of buffers, and of tensors that are plain attributes."""
-        held = [
-            (f"{prefix}.{name}".lstrip("."), value)
-            for prefix, part in self.module.named_modules()
-            for name, value in (*part._buffers.items(), *vars(part).items())
-            if isinstance(value, torch.Tensor)
-        ]
-        return {name: (id(value), tensor_version(value)) for name, value in held}
-
-    def _expect_same_state(self, before: dict[str, tuple[int, int]]) -> None:
-        changed = [name for name, state in self._state().items() if before.get(name) != state]
-        if changed:
-            raise UsageError(
-                f"batch_slices: the model's forward changes its tensor {changed[0]!r}, and would change it "
-                f"once in each slice. {_ADVICE}"
-            )
+    with_leaves: dict[Any, Any] = tree_map_only(torch.Tensor, leaf, call)
+    return with_leaves, list(made.items())
 
 
 def _under(aliases: Aliases, module: nn.Module, forward: Forward) -> Forward:
@@ -146,19 +158,3 @@ def _under(aliases: Aliases, module: nn.Module, forward: Forward) -> Forward:
             return forward(*args, **kwargs)
 
     return run
-
-
-def number_of_samples(call: dict[Any, Any]) -> int:
-    """Return the number of samples in a model's arguments: the rows of the first tensor.
-
-    Raises:
-        UsageError: there is no tensor, or one without rows.
-    """
-    leaves = tree_leaves(call, is_leaf=lambda each: isinstance(each, PackedSequence))
-    first = next((each for each in leaves if isinstance(each, torch.Tensor | PackedSequence)), None)
-    if not isinstance(first, torch.Tensor) or not first.dim() or first.is_nested:
-        what = "no tensor" if first is None else f"a {type(first).__name__} without a row for each sample"
-        raise UsageError(
-            f"batch_slices: the model is passed {what}, and memfit cannot divide that. {_ADVICE}"
-        )
-    return first.size(0)

@@ -1,0 +1,234 @@
+"""Whether a model computes each sample by itself: two samples of the first batch, together and each alone.
+
+Their outputs show along which dimension samples lie, and how the model's loss, if there is one, weighs them.
+Nothing is kept for a backward, and random numbers are drawn again afterwards: the step that follows is as it
+would be.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from memfit.card.detect_card import is_ghost_loaded
+from memfit.errors import MemfitError, UsageError
+from memfit.random_state import DrawnRandomNumbers
+from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
+from memfit.strategies.mechanisms.inspect_tensors import tensor_version, tensors_in_object
+from memfit.strategies.mechanisms.join_outputs import OutputLayouts, samples_dimension
+from memfit.strategies.mechanisms.loss_divisor import LossRule
+from memfit.strategies.mechanisms.slice_parameters import (
+    can_be_replaced,
+    leaf_aliases,
+    parameters_replaced,
+)
+
+ADVICE = "Leave out batch_slices, or divide batches in the training loop."
+_TOLERANCE, _LOW_TOLERANCE = 1e-2, 1e-1
+"""Of the norm: kernels for another number of samples round differently, in half precision even more."""
+
+
+def expect_independent_layers(module: nn.Module) -> None:
+    """Refuse layers whose results depend on the other samples of the batch.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and (part.training or not part.track_running_stats):
+            raise UsageError(
+                f"batch_slices: {name or 'the model'} is a {type(part).__name__} in training mode, and its "
+                "statistics would be those of a slice, not of the batch. Use GroupNorm or LayerNorm, freeze "
+                "the statistics (module.eval()), or leave out batch_slices."
+            )
+
+
+def learn_outputs(
+    module: nn.Module,
+    calls: Sequence[Callable[[], Any]],
+    inputs: Sequence[torch.Tensor],
+    passed: Sequence[Any],
+    layouts: OutputLayouts,
+) -> LossRule | None:
+    """Learn what a model returns, and check that it does not combine samples.
+
+    Args:
+        module: the model.
+        calls: its forward on two samples, on the first and on the second.
+        inputs: the arguments that require a gradient.
+        passed: the arguments that every slice gets as they are.
+        layouts: completed.
+
+    Returns:
+        How the loss of a batch is made of those of slices; None if the model returns no loss.
+
+    Raises:
+        UsageError: the batches of this model cannot be divided.
+    """
+    aliases = leaf_aliases(module) if can_be_replaced(module) else {}
+    generators = (torch.default_generator,)
+    kind = next((each.device.type for each in module.parameters()), "cpu")
+    with (
+        DrawnRandomNumbers.start(generators).replay(),
+        autocast_to(kind, lower := autocast_dtype(kind), cache=False),
+        parameters_replaced(module, aliases),
+    ):
+        before, draws = _state(module), DrawnRandomNumbers.start(generators)
+        outputs = _flat_outputs(calls)
+        _expect_same_state(before, _state(module))
+        rule = None
+        (pair, spec), *single = outputs
+        if any(other != spec for _, other in single):
+            raise UsageError(
+                "batch_slices: the model returns differently built outputs for one and for two samples of a "
+                f"batch. {ADVICE}"
+            )
+        if (place := place_of_loss(pair)) is not None:
+            losses = [leaves[place] for leaves, _ in outputs]
+            if aliases:
+                _expect_known_leaves(losses[0], [*aliases.values(), *inputs])
+            rule = LossRule(losses[0], losses[1:], passed)
+        layouts[spec] = tuple(
+            samples_dimension(one, two, 1, 2) if isinstance(one, torch.Tensor) and index != place else None
+            for index, (one, two) in enumerate(zip(single[0][0], pair, strict=True))
+        )
+        draws.keep_drawn()
+        if not is_ghost_loaded():
+            if draws.before:
+                with _evaluating(module):
+                    draws = DrawnRandomNumbers.start(generators)
+                    outputs = _flat_outputs(calls)
+                    draws.keep_drawn()
+            if not draws.before:
+                _expect_equal_values(outputs, layouts, rule, _TOLERANCE if lower is None else _LOW_TOLERANCE)
+    return rule
+
+
+def _flat_outputs(calls: Sequence[Callable[[], Any]]) -> list[tuple[list[Any], TreeSpec]]:
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_shape_alone, lambda each: each):
+            outputs = [tree_flatten(call()) for call in calls]
+    except (MemfitError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UsageError(
+            "batch_slices: the model fails for one or two samples of the batch "
+            f"({type(error).__name__}: {error}). {ADVICE}"
+        ) from error
+    for each in outputs[0][0]:
+        if not isinstance(each, torch.Tensor) and tensors_in_object(each):
+            raise UsageError(
+                f"batch_slices: the model returns an object of type {type(each).__name__}, and memfit cannot "
+                "join the tensors that it holds. Return tensors in tuples or dicts, or register a dataclass "
+                "with torch.utils._pytree.register_dataclass. In transformers, set "
+                "model.config.use_cache = False."
+            )
+    return outputs
+
+
+def _shape_alone(saved: torch.Tensor) -> torch.Tensor:
+    """Return something of a tensor's shape, and of no size; the number itself if it is one."""
+    return saved if saved.numel() <= 1 else saved.new_empty(()).expand(saved.shape)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = [part for part in module.modules() if part.training]
+    try:
+        for part in training:
+            part.training = False
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _expect_equal_values(
+    outputs: Sequence[tuple[list[Any], Any]], layouts: OutputLayouts, rule: LossRule | None, tolerance: float
+) -> None:
+    (pair, spec), *single = outputs
+    if spec not in layouts or any(other != spec for _, other in single):
+        return  # in evaluation, the model returns something else
+    for index, dim in enumerate(layouts[spec]):
+        whole, parts = pair[index], [leaves[index] for leaves, _ in single]
+        if not isinstance(whole, torch.Tensor) or not whole.is_floating_point():
+            continue
+        if dim is not None:
+            joined = torch.cat(parts, dim)
+        elif rule is not None and whole.requires_grad and not whole.dim():
+            joined = rule.joined(parts)
+        else:
+            continue
+        with torch.no_grad():
+            off, size = (each.double().norm() for each in (joined - whole, whole))
+        low = tolerance if whole.dtype in (torch.float32, torch.float64) else _LOW_TOLERANCE
+        if off > low * size:
+            raise UsageError(
+                "batch_slices: the model combines samples with each other: what it returns for two samples "
+                f"of the batch differs from what it returns for each alone, by {float(off / size):.0%}. "
+                "If samples do not lie along dimension 0 of its inputs, pass dim=...; otherwise, leave out "
+                "batch_slices."
+            )
+
+
+def _state(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return what identifies the values of buffers, and of tensors that are plain attributes."""
+    held = [
+        (f"{prefix}.{name}".lstrip("."), value)
+        for prefix, part in module.named_modules()
+        for name, value in (*part._buffers.items(), *vars(part).items())
+        if isinstance(value, torch.Tensor)
+    ]
+    return {name: (id(value), tensor_version(value)) for name, value in held}
+
+
+def _expect_same_state(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+    changed = [name for name, state in after.items() if before.get(name) != state]
+    if changed:
+        raise UsageError(
+            f"batch_slices: the model's forward changes its tensor {changed[0]!r}, and would change it "
+            f"once in each slice. {ADVICE}"
+        )
+
+
+def _expect_known_leaves(loss: torch.Tensor, known: Iterable[torch.Tensor]) -> None:
+    """Refuse a loss that depends on other tensors than parameters and arguments: their gradient is lost."""
+    ids = set(map(id, known))
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in ids:
+            raise UsageError(
+                "batch_slices: the model returns its loss, which depends on a tensor that requires a "
+                f"gradient ({tuple(leaf.shape)}) and is neither a parameter nor an argument of the model. "
+                f"Register it as a parameter. {ADVICE}"
+            )
+        waiting += [each for each, _ in node.next_functions]
+
+
+def place_of_loss(leaves: Sequence[Any]) -> int | None:
+    """Return which of a model's outputs is its loss; None if none is.
+
+    Raises:
+        UsageError: several may be.
+    """
+    found = [
+        index
+        for index, each in enumerate(leaves)
+        if isinstance(each, torch.Tensor) and not each.dim() and each.requires_grad
+    ]
+    if len(found) > 1:
+        raise UsageError(
+            f"batch_slices: the model returns {len(found)} single numbers that the script may differentiate, "
+            "and memfit divides batches only of a model that returns one loss, or none. Return the outputs, "
+            "and compute the losses in the training loop."
+        )
+    return found[0] if found else None

@@ -1,0 +1,168 @@
+"""Batch slices equal the whole batch: the loss, and the gradients of parameters and inputs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from memfit import BatchSlices
+from support.slice_cases import (
+    CLASSES,
+    LIMITS,
+    WIDTH,
+    Case,
+    Of,
+    Pair,
+    Registered,
+    attend,
+    attention,
+    by_token,
+    entropy,
+    expect_equal,
+    frozen,
+    images,
+    labels,
+    masked_mean,
+    recurrent,
+    same,
+    tied,
+    trained,
+    with_labels,
+)
+
+CASES = {
+    "tensor": Case(Of.logits),
+    "tuple": Case(lambda s, x: (s.logits(x), x), loss=lambda out: (out[0] * out[1][..., :CLASSES]).mean()),
+    "unused output": Case(lambda s, x: (s.logits(x), s.up(x)), loss=lambda out: out[0].square().mean()),
+    "dict, other types": Case(
+        lambda s, x: {"a": s.logits(x), "b": None, "c": [3, "text"]}, loss=lambda out: out["a"].exp().mean()
+    ),
+    "named tuple": Case(
+        lambda s, x: Pair(s.logits(x), s.up(x)), loss=lambda out: out.logits.mean() + out.features.var()
+    ),
+    "registered dataclass": Case(
+        lambda s, x: Registered(s.logits(x), "n"), loss=lambda out: out.logits.square().sum()
+    ),
+    "transposed": Case(
+        lambda s, x: s.logits(x).permute(2, 1, 0), loss=lambda out: (out * out.roll(1, 2)).mean()
+    ),
+    "folded": Case(lambda s, x: s.logits(x).flatten(0, 1), loss=lambda out: (out * out.roll(1, 0)).mean()),
+    "a loss over all samples": Case(
+        Of.logits, loss=lambda out: torch.logsumexp(out.flatten(1) @ out.flatten(1).T, 1).mean()
+    ),
+    "keywords only": Case(
+        lambda s, *, b, x: s.logits(x + b),
+        lambda n: (),
+        kwargs=lambda n: {"x": torch.randn(n, 4, WIDTH), "b": 2},
+    ),
+    "several inputs": Case(
+        lambda s, x, others, scale: s.logits(x * others["y"] + scale),
+        lambda n: (torch.randn(n, 4, WIDTH), {"y": torch.randn(n, 1, WIDTH)}, torch.randn(WIDTH)),
+    ),
+    "a list of samples": Case(
+        lambda s, x, texts: s.logits(x + torch.tensor([len(each) for each in texts])[:, None, None]),
+        lambda n: (torch.randn(n, 4, WIDTH), ["a" * each for each in range(n)]),
+    ),
+    "a mask of other size": Case(
+        attend, lambda n: (torch.randn(n, 4, WIDTH), torch.randn(4, 4).tril()), layers=attention
+    ),
+    "a mask of the batch's size": Case(
+        attend,
+        lambda n: (torch.randn(n, 5, WIDTH), torch.ones(5, 5).triu(1).bool()),
+        layers=attention,
+        samples=6,
+    ),
+    "convolutions": Case(
+        lambda s, x: s.conv(x.to(memory_format=torch.channels_last)),
+        images,
+        layers=lambda: {"conv": nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 2, 1))},
+    ),
+    "batch norm, frozen": Case(
+        lambda s, x: s.conv(x),
+        images,
+        layers=lambda: {"conv": nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8).eval())},
+        prepare=lambda model: model.eval(),
+    ),
+    "LSTM": recurrent(nn.LSTM),
+    "GRU": recurrent(nn.GRU),
+    "tied": Case(
+        lambda s, x: s.logits(x) + s.other(x).mean(-1, keepdim=True),
+        layers=lambda: {"other": nn.Linear(WIDTH, 9)},
+        prepare=tied,
+    ),
+    "frozen": Case(lambda s, x: s.logits(x + s.position), prepare=frozen),
+    "a gradient that two parameters share": Case(lambda s, x: s.logits(x + (s.position + s.kind))),
+    "a gradient that parameter and input share, by sample": Case(
+        lambda s, x: s.logits(x + s.position),
+        lambda n: (torch.randn(n, 4, WIDTH).requires_grad_(),),
+        samples=4,
+    ),
+    "an expanded gradient": Case(lambda s, x: s.logits(x) + s.position.sum()),
+    "used in some slices": Case(
+        lambda s, x: torch.stack([s.logits(each + s.position[0] if each[0, 0] > 0 else each) for each in x])
+    ),
+    "requires a gradient in some slices": Case(
+        lambda s, x: torch.stack([s.logits(each) if each[0, 0] > 0 else each[:, :CLASSES] for each in x])
+    ),
+    "parametrized": Case(Of.logits, prepare=lambda model: nn.utils.parametrizations.weight_norm(model.up)),
+    "sum of squares": Case(lambda s, x: s.logits(x).square().sum(), loss=same),
+    "mean": Case(lambda s, x: s.logits(x).square().mean() * 3 / 2, loss=same),
+    "mse": Case(lambda s, x: F.mse_loss(s.logits(x), x[..., :CLASSES]), loss=same),
+    "smooth l1, mean of negatives": Case(
+        lambda s, x: -F.smooth_l1_loss(s.logits(x), x[..., :CLASSES]), loss=same
+    ),
+    "cross-entropy": Case(entropy(), with_labels, same),
+    "cross-entropy, sum": Case(entropy(reduction="sum"), with_labels, same),
+    "cross-entropy, other index": Case(
+        entropy(ignore_index=1), lambda n: (*with_labels(n)[:1], labels(n).abs() % 5), same
+    ),
+    "cross-entropy, label smoothing": Case(entropy(label_smoothing=0.1), with_labels, same),
+    "masked mean": Case(masked_mean, with_labels, same),
+    "divided by a number": Case(lambda s, x, y: by_token(s, x, y).sum() / 1000, with_labels, same),
+    "divided by the samples": Case(lambda s, x, y: by_token(s, x, y).sum() / len(x), with_labels, same),
+    "divided by what is passed": Case(
+        lambda s, x, y, count: entropy(reduction="sum")(s, x, y) / count,
+        lambda n: (*with_labels(n), torch.tensor(17)),
+        same,
+    ),
+    "divided by a number that is passed": Case(
+        lambda s, x, y, count: entropy(reduction="sum")(s, x, y) / count,
+        lambda n: (*with_labels(n), 17),
+        same,
+    ),
+    "two means over samples": Case(
+        lambda s, x: s.logits(x).square().mean() + 0.1 * s.up(x).abs().mean(), loss=same
+    ),
+    "loss and logits": Case(
+        lambda s, x, y: (entropy()(s, x, y), s.logits(x)),
+        with_labels,
+        lambda out: out[0] * out[1].detach().std(),
+    ),
+    "loss, input requires a gradient": Case(
+        entropy(), lambda n: (torch.randn(n, 4, WIDTH).requires_grad_(), labels(n)), same
+    ),
+    "loss, tied": Case(
+        lambda s, x: (s.logits(x) + s.other(x).mean(-1, keepdim=True)).square().mean(),
+        loss=same,
+        layers=lambda: {"other": nn.Linear(WIDTH, 9)},
+        prepare=tied,
+    ),
+    "loss, LSTM": Case(
+        lambda s, x: s.rnn(x)[0].square().mean(),
+        lambda n: (torch.randn(n, 5, WIDTH),),
+        same,
+        lambda: {"rnn": nn.LSTM(WIDTH, WIDTH, batch_first=True)},
+    ),
+    "evaluation with gradients": Case(
+        lambda s, x: s.logits(F.dropout(x, 0.5, s.training)), prepare=lambda model: model.eval()
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("slices", [(3, 1), (2, 2), (7, 1)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_slices_equal_the_whole_batch(name, slices, dtype):
+    case = CASES[name]
+    settings = BatchSlices(*slices, dim=case.dim)
+    expect_equal(trained(case, settings, dtype), trained(case, None, dtype), LIMITS[dtype])
