@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.carry_out_in_slices import SlicedPlans, is_made_by_loop
+from memfit.planning.carry_out_in_slices import SlicedPlans, dimension_of_samples, is_made_by_loop
 from memfit.planning.run_changes_on_ghost import PlanRuns
-from memfit.planning.sample_independence import dimension_of_samples
 from memfit.records import Change, DividedBatches, LoaderBatchSize, ScriptEnd, StepInputs
 from support.planned_script import MIB, OUTSIDE, needing
 

@@ -17,7 +17,7 @@ from memfit.planning.batch_size_changes import (
     why_batches_are_indivisible,
     with_facts_on_samples,
 )
-from memfit.planning.carry_out_in_slices import SlicedPlans, is_made_by_loop
+from memfit.planning.carry_out_in_slices import SlicedPlans, dimension_of_samples, is_made_by_loop
 from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
 from memfit.planning.optimizer_state_changes import makes_updates_in_backward, optimizer_state_bytes_saved
 from memfit.planning.run_changes_on_ghost import PlanRuns
@@ -146,7 +146,8 @@ class BatchDivisionsToTry:
                 self._runs.tried.pop()
             return []
         self._are_independent = True
-        plan = with_facts_on_samples(plan, samples.assumed, samples.dim)
+        dim = dimension_of_samples(whole.operations.samples, operations.samples, plan.parts)
+        plan = with_facts_on_samples(plan, samples.assumed, dim)
         change = replace(made[1].change, micro_batches=plan.micro_batches)
         run = self._runs.tried[-1] = replace(made[1], change=change)
         base = replace(self._bases.base(plan, made[0], run), copies=whole.copies)

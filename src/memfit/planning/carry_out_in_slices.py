@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from memfit.analysis.trial_result import why_run_failed
 from memfit.planning.run_changes_on_ghost import PlanRuns
-from memfit.records import Change, PlanRun, ScriptEnd
+from memfit.records import Change, PlanRun, ScriptEnd, StepInputs
 
 
 class SlicedPlans:
@@ -109,3 +109,25 @@ def change_to_slices(change: Change, kept: int = 1) -> Change:
         how=(),
         costs="",
     )
+
+
+def dimension_of_samples(whole: StepInputs | None, parts: StepInputs | None, count: int) -> int | None:
+    """Return along which dimension of a model's inputs samples lie; None if they have none in common.
+
+    >>> one, half = StepInputs(shapes=((35, 20), (20,))), StepInputs(shapes=((35, 10), (10,)))
+    >>> dimension_of_samples(one, half, 2)
+    1
+    """
+    if whole is None or parts is None:
+        return None
+    dims = {
+        dim
+        for one, part in zip(whole.shapes, parts.shapes, strict=False)
+        for dim, (size, smaller) in enumerate(zip(one, part, strict=False))
+        if len(one) > 1 and len(one) == len(part) and size == count * smaller != smaller
+    }
+    vectors = any(
+        len(one) == len(part) == 1 and one != part
+        for one, part in zip(whole.shapes, parts.shapes, strict=False)
+    )
+    return dims.pop() if len(dims) == 1 else 0 if vectors and not dims else None

@@ -273,8 +273,6 @@ class SampleComparison:
     """Why the samples are others, as a clause; empty if they are not."""
     assumed: str = ""
     """What memfit has not seen and assumes, as in ``DividedBatches``."""
-    dim: int | None = None
-    """Along which dimension of the model's inputs samples lie; None if that is not known."""
 
 
 def compare_steps_of_parts(
@@ -292,28 +290,7 @@ def compare_steps_of_parts(
     if found == SampleComparison() and whole.carried is None and not whole.compiled:
         found = SampleComparison(assumed=_ONE_STEP)
     why = "" if independent else why_samples_depend(whole, parts) or why_loss_is_a_sum(whole, parts)
-    dim = dimension_of_samples(whole.samples or StepInputs(), parts.samples or StepInputs(), count)
-    return replace(found, why=why or found.why, dim=dim)
-
-
-def dimension_of_samples(whole: StepInputs, parts: StepInputs, count: int) -> int | None:
-    """Return along which dimension of a model's inputs samples lie; None if they have none in common.
-
-    >>> one, half = StepInputs(shapes=((35, 20), (20,))), StepInputs(shapes=((35, 10), (10,)))
-    >>> dimension_of_samples(one, half, 2)
-    1
-    """
-    dims = {
-        dim
-        for one, part in zip(whole.shapes, parts.shapes, strict=False)
-        for dim, (size, smaller) in enumerate(zip(one, part, strict=False))
-        if len(one) > 1 and len(one) == len(part) and size == count * smaller != smaller
-    }
-    vectors = any(
-        len(one) == len(part) == 1 and one != part
-        for one, part in zip(whole.shapes, parts.shapes, strict=False)
-    )
-    return dims.pop() if len(dims) == 1 else 0 if vectors and not dims else None
+    return replace(found, why=why or found.why)
 
 
 def compare_step_inputs(whole: StepInputs, parts: StepInputs, count: int) -> SampleComparison:
