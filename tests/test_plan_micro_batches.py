@@ -55,15 +55,19 @@ def planned(script, plan, *options, budget=BUDGET):
 def test_a_loop_that_accumulates_needs_what_the_plan_for_the_plain_loop_says(script, tmp_path):
     plan = tmp_path / "plan.json"
     printed, found = planned(script, plan, script)
-    divided = found["micro_batches"]
+    loop = found["in_loop"]
+    divided = loop["micro_batches"]
     parts = divided["count"]
+    assert (found["micro_batches"], found["time"] > loop["time"]) == (None, True)
     assert parts >= 2
     assert (divided["size"], divided["loader"]["size"]) == (32 // parts, 32 // parts)
-    assert found["plan"] == {"accumulation": {"parts_per_batch": parts}}
+    assert loop["plan"] == {"accumulation": {"parts_per_batch": parts}}
     assert found["equality"] == "up to rounding"
     assert f"DataLoader(batch_size={32 // parts}), now 32" in printed
     assert f"loss = loss / {parts}" in printed
     assert "Random numbers" not in printed
+    assert json.loads(memfit("dry-run", "--plan", plan, "--json", "-", script).stdout)["verdict"] == "fits"
+    plan.write_text(json.dumps({"plan": loop["plan"], "micro_batches": divided}))
     ours = json.loads(memfit("dry-run", "--plan", plan, "--json", "-", script).stdout)
     small = json.loads(memfit("dry-run", "--memory", BUDGET, "--plan", plan, "--json", "-", script).stdout)
     assert small["peak"]["process"] <= found["budget"]
@@ -101,7 +105,7 @@ def test_advice_divides_batches_where_a_plan_does_and_refuses_with_its_reason(sc
     pieces = {" + ".join(piece["changes"]): piece["costs"] for piece in answer["advice"]}
     divided = [name for name in pieces if "micro-batches" in name]
     remarks = [each for each in answer["advice_remarks"] if each.startswith("Batches are not divided")]
-    assert bool(divided) == (found["micro_batches"] is not None) == (norm == "LayerNorm")
+    assert bool(divided) == (found["in_loop"] is not None) == (norm == "LayerNorm")
     if divided:
         assert "two recorded steps show no samples that depend on each other" in pieces[divided[0]]
         assert remarks == []

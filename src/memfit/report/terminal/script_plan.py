@@ -82,7 +82,6 @@ def _divided_batches(chosen: PlanRun) -> Iterator[str]:
     """Say what divides batches: slices, or what to change in the script."""
     for slices in _slices(chosen):
         yield f"Each batch in {slices}, inside the model's call: the training loop stays as it is."
-        yield "    Random numbers, such as those of dropout, are others than for the whole batch."
     divided = chosen.change.micro_batches
     if divided is None:
         return
@@ -95,8 +94,6 @@ def _divided_batches(chosen: PlanRun) -> Iterator[str]:
         for line in divided.in_loop:
             yield f"    {escaped(line)}"
         yield "    Assumed: the loss is a mean, and each micro-batch counts alike in it."
-    if divided.draws:
-        yield "    Random numbers, such as those of dropout, are others than for the whole batch."
 
 
 def plan_verdict(result: ScriptPlan) -> VerdictLines:
@@ -281,15 +278,11 @@ def _chosen(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[
             text = own_sharding_instruction(own, call_options_in_words(options))
             yield f"{own.name}: {text}"
     yield from _changes(chosen)
+    if _draws_others(result, chosen):
+        yield "Random numbers, such as those of dropout, are others than for the whole batch."
     if result.out_of_time:
         yield "The time for the search was over before it ended: there may be a faster plan."
-    if chosen.time > 1 or chosen.change.plan:
-        kind = "of this kind" + " that is not tight" * (result.uncertainty > 0 and not result.is_tight)
-        bound = f"; no plan {kind} takes less than {result.bound:.3f}" if result.bound else ""
-        yield f"Time: {chosen.time:.3f} times the script as written{bound} (assumed: {result.rule})."
-    if result.in_loop is not None and result.in_loop.time < chosen.time:
-        yield f"With changes of the training loop instead, {result.in_loop.time:.3f} times:"
-        yield from _divided_batches(result.in_loop)
+    yield from _times(result, chosen)
     if result.sent is not None:
         before, now = map(format_gib, result.sent)
         against = "" if chosen is result.as_written else f", with DDP {before}"
@@ -298,6 +291,23 @@ def _chosen(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[
             "rings of NCCL, and no overlap)."
         )
     yield from _how_to_train(result, chosen, file)
+
+
+def _draws_others(result: ScriptPlan, chosen: PlanRun) -> bool:
+    sliced = result.in_loop if "batch_slices" in chosen.change.plan else None
+    divided = (sliced or chosen).change.micro_batches
+    return divided is not None and divided.draws
+
+
+def _times(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
+    """Say how long a step takes under a plan, and what would make it faster."""
+    if chosen.time > 1 or chosen.change.plan:
+        kind = "of this kind" + " that is not tight" * (result.uncertainty > 0 and not result.is_tight)
+        bound = f"; no plan {kind} takes less than {result.bound:.3f}" if result.bound else ""
+        yield f"Time: {chosen.time:.3f} times the script as written{bound} (assumed: {result.rule})."
+    if result.in_loop is not None and result.in_loop.time < chosen.time:
+        yield f"With changes of the training loop instead, {result.in_loop.time:.3f} times:"
+        yield from _divided_batches(result.in_loop)
 
 
 def _how_to_train(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[str]:
