@@ -23,6 +23,7 @@ from memfit.strategies.mechanisms.join_outputs import OutputLayouts, samples_dim
 from memfit.strategies.mechanisms.loss_divisor import LossRule
 from memfit.strategies.mechanisms.slice_parameters import (
     can_be_replaced,
+    is_sharded,
     leaf_aliases,
     parameters_replaced,
 )
@@ -88,6 +89,11 @@ def learn_outputs(
                 f"batch. {ADVICE}"
             )
         if (place := place_of_loss(pair)) is not None:
+            if is_sharded(module):
+                raise UsageError(
+                    "batch_slices: the model returns its loss, and FSDP shards its parameters. Return the "
+                    "outputs, and compute the loss in the training loop, or leave out batch_slices."
+                )
             losses = [leaves[place] for leaves, _ in outputs]
             if aliases:
                 _expect_known_leaves(losses[0], [*aliases.values(), *inputs])
@@ -205,7 +211,7 @@ def _expect_known_leaves(loss: torch.Tensor, known: Iterable[torch.Tensor]) -> N
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in ids:
+        if leaf is not None and leaf.numel() and id(leaf) not in ids:
             raise UsageError(
                 "batch_slices: the model returns its loss, which depends on a tensor that requires a "
                 f"gradient ({tuple(leaf.shape)}) and is neither a parameter nor an argument of the model. "
