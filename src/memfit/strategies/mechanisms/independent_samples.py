@@ -6,7 +6,7 @@ would be.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def learn_outputs(
 
 def _flat_outputs(calls: Sequence[Callable[[], Any]]) -> list[tuple[list[Any], TreeSpec]]:
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_shape_alone, lambda each: each):
+        with keeping_shapes_alone():
             outputs = [tree_flatten(call()) for call in calls]
     except (MemfitError, torch.OutOfMemoryError):
         raise
@@ -134,6 +134,11 @@ def _flat_outputs(calls: Sequence[Callable[[], Any]]) -> list[tuple[list[Any], T
                 "model.config.use_cache = False."
             )
     return outputs
+
+
+def keeping_shapes_alone() -> AbstractContextManager[Any]:
+    """Return a context whose operations save no tensors for a backward, which will not come."""
+    return torch.autograd.graph.saved_tensors_hooks(_shape_alone, lambda each: each)
 
 
 def _shape_alone(saved: torch.Tensor) -> torch.Tensor:
