@@ -88,7 +88,7 @@ PEAKS = """
     }
 
     def peak(build, batch, loss, dim, parts=1, slices=None):
-        model, x = build().cuda(), batch()
+        model = build().cuda()
         if slices:
             slices.apply(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -97,6 +97,7 @@ PEAKS = """
                 gc.collect()
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
+            x = batch()
             for part in x.chunk(parts, dim):
                 (loss(model, part) / parts).backward()
             optimizer.step()

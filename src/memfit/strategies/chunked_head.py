@@ -138,7 +138,7 @@ class ChunkedHead:
             label_smoothing=label_smoothing,
             divisor=divisor,
         )
-        total, _ = self._slices(loss)(hidden.reshape(-1, hidden.shape[-1]), tuple(flat))
+        total, _ = self._slices(loss, divisor)(hidden.reshape(-1, hidden.shape[-1]), tuple(flat))
         return total
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -186,10 +186,12 @@ class ChunkedHead:
         total, divisor = self._slices(loss)(inputs, targets)
         return total if divisor is None else total / divisor
 
-    def _slices(self, loss: Callable[[torch.Tensor, Any], Any]) -> SlicedLoss:
+    def _slices(
+        self, loss: Callable[[torch.Tensor, Any], Any], divisor: torch.Tensor | None = None
+    ) -> SlicedLoss:
         _expect_sliceable(self.head)
         dtype = None if self.gradient_dtype is None else getattr(torch, self.gradient_dtype)
-        return SlicedLoss(self.head, loss, self.chunks, dtype)
+        return SlicedLoss(self.head, loss, self.chunks, dtype, divisor)
 
 
 def _cross_entropy(

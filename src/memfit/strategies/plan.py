@@ -50,6 +50,7 @@ class Plan:
         check_setting_types(self, "plan")
         conflict = (
             _offload_conflict(self)
+            or _slices_conflict(self)
             or _step_in_backward_conflict(self)
             or sharding_conflict(self, self.sharding)
         )
@@ -97,6 +98,18 @@ def _offload_conflict(plan: Plan) -> str:
     return (
         "offload: what='inputs' offloads the inputs of checkpointed modules, but the plan "
         "has no checkpointing. Add Checkpointing(...), or pass what='activations' to Offload."
+    )
+
+
+def _slices_conflict(plan: Plan) -> str:
+    checkpointing = plan.checkpointing
+    if plan.batch_slices is None or checkpointing is None:
+        return ""
+    if not (checkpointing.split_at or any(region.split_at for region in checkpointing.regions)):
+        return ""
+    return (
+        "batch_slices and split_at cannot be combined. A slice runs again as a whole in the backward, and "
+        "the parts of a region would be recomputed one by one inside that. Leave out one of the two."
     )
 
 

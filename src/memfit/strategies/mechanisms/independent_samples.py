@@ -6,7 +6,7 @@ would be.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from memfit.strategies.mechanisms.join_outputs import OutputLayouts, samples_dim
 from memfit.strategies.mechanisms.loss_divisor import LossRule
 from memfit.strategies.mechanisms.slice_parameters import (
     can_be_replaced,
+    is_sharded,
     leaf_aliases,
     parameters_replaced,
 )
@@ -88,6 +89,11 @@ def learn_outputs(
                 f"batch. {ADVICE}"
             )
         if (place := place_of_loss(pair)) is not None:
+            if is_sharded(module):
+                raise UsageError(
+                    "batch_slices: the model returns its loss, and FSDP shards its parameters. Return the "
+                    "outputs, and compute the loss in the training loop, or leave out batch_slices."
+                )
             losses = [leaves[place] for leaves, _ in outputs]
             if aliases:
                 _expect_known_leaves(losses[0], [*aliases.values(), *inputs])
@@ -110,7 +116,7 @@ def learn_outputs(
 
 def _flat_outputs(calls: Sequence[Callable[[], Any]]) -> list[tuple[list[Any], TreeSpec]]:
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_shape_alone, lambda each: each):
+        with keeping_shapes_alone():
             outputs = [tree_flatten(call()) for call in calls]
     except (MemfitError, torch.OutOfMemoryError):
         raise
@@ -128,6 +134,11 @@ def _flat_outputs(calls: Sequence[Callable[[], Any]]) -> list[tuple[list[Any], T
                 "model.config.use_cache = False."
             )
     return outputs
+
+
+def keeping_shapes_alone() -> AbstractContextManager[Any]:
+    """Return a context whose operations save no tensors for a backward, which will not come."""
+    return torch.autograd.graph.saved_tensors_hooks(_shape_alone, lambda each: each)
 
 
 def _shape_alone(saved: torch.Tensor) -> torch.Tensor:
@@ -205,7 +216,7 @@ def _expect_known_leaves(loss: torch.Tensor, known: Iterable[torch.Tensor]) -> N
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in ids:
+        if leaf is not None and leaf.numel() and id(leaf) not in ids:
             raise UsageError(
                 "batch_slices: the model returns its loss, which depends on a tensor that requires a "
                 f"gradient ({tuple(leaf.shape)}) and is neither a parameter nor an argument of the model. "

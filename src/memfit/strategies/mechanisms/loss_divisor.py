@@ -86,6 +86,9 @@ def _terms(node: Any, divisors: tuple[Number, ...], factors: tuple[Number, ...])
 
 def _reduced(node: Any, name: str) -> tuple[int, tuple[Number, ...]] | None:
     """Return how many elements a node reduces, and by what it divides their sum; None if it does not."""
+    known: tuple[int, tuple[Number, ...]] | None = getattr(node, "reduction", None)
+    if known is not None:
+        return known  # ChunkedHead's
     if name == "Sum":
         return math.prod(node._saved_self_sym_sizes), ()
     if name == "Mean":

@@ -7,6 +7,7 @@ In float16, gradients need the loss scale, which only the backward knows: the sl
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from memfit.errors import UsageError
 from memfit.random_state import DrawnRandomNumbers
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
-from memfit.strategies.mechanisms.independent_samples import place_of_loss
+from memfit.strategies.mechanisms.independent_samples import keeping_shapes_alone, place_of_loss
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
 from memfit.strategies.mechanisms.loss_divisor import LossRule, Number, SumOfSlices
 from memfit.strategies.mechanisms.slice_parameters import leaf_aliases, parameters_replaced
@@ -72,7 +73,8 @@ class LossOfSlices:
         slices = SumOfSlices(self.rule)
         for call, samples in zip(self.calls, self.sizes, strict=True):
             with torch.enable_grad():
-                leaves, spec = tree_flatten(call())
+                with nullcontext() if backward else keeping_shapes_alone():
+                    leaves, spec = tree_flatten(call())
                 place = place_of_loss(leaves)
                 if place is None:
                     raise UsageError(
@@ -144,6 +146,7 @@ class _HeldGradients(torch.autograd.Function):
         else:
             loss, gradients = work.differentiate(outputs)
             ctx.save_for_backward(*gradients)
+            work.calls = ()
         ctx.divisor = work.divisor
         return loss
 
@@ -156,11 +159,14 @@ class _HeldGradients(torch.autograd.Function):
             )
         upstream = upstream if upstream.dtype == torch.float64 else upstream.float()
         factor = upstream if ctx.divisor is None else upstream / ctx.divisor
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
         if ctx.again is not None:
             _ = ctx.saved_tensors
             with ctx.again.replay(), autocast_to(*ctx.autocast):
-                return None, None, *ctx.work.differentiate(None, factor)[1]
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+                _, gradients = ctx.work.differentiate(None, factor)
+            if not keep:
+                ctx.work.calls = ()
+            return None, None, *gradients
         return (
             None,
             None,

@@ -120,12 +120,18 @@ def _set_parameters(places: Any) -> None:
 
 def can_be_replaced(module: nn.Module) -> bool:
     """Return whether nothing else replaces a module's parameters, as FSDP does, or has compiled their use."""
-    dynamo, fsdp = (sys.modules.get(name) for name in ("torch._dynamo.eval_frame", "torch.distributed.fsdp"))
-    others: tuple[type, ...] = () if dynamo is None else (dynamo.OptimizedModule,)
-    others += () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
-    return not any(
-        isinstance(each, others) or each._compiled_call_impl is not None for each in module.modules()
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    compiled: tuple[type, ...] = () if dynamo is None else (dynamo.OptimizedModule,)
+    return not is_sharded(module) and not any(
+        isinstance(each, compiled) or each._compiled_call_impl is not None for each in module.modules()
     )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether FSDP gathers parameters of a module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    return any(isinstance(each, kinds) for each in module.modules())
 
 
 class _Alias(torch.autograd.Function):

@@ -41,12 +41,14 @@ class SlicedLoss:
         chunks: into how many slices the first dimension is divided, if it is long enough.
         gradient_dtype: the dtype in which gradients of the parameters are summed; None for float32, or their
             own if that is wider.
+        divisor: by what the loss of each slice is divided already.
     """
 
     head: nn.Module
     loss: Loss
     chunks: int
     gradient_dtype: torch.dtype | None
+    divisor: torch.Tensor | None = None
 
     def __call__(
         self, inputs: torch.Tensor, targets: tuple[torch.Tensor, ...]
@@ -202,6 +204,7 @@ class _Sliced(torch.autograd.Function):
     ) -> torch.Tensor:
         targets, parameters = tensors[:count], tensors[count:]
         ctx.count, ctx.again = count, None
+        ctx.reduction = len(inputs), () if work.divisor is None else (work.divisor,)  # for ``loss_divisor``
         if not work.needs_scaled_loss(inputs):
             ctx.save_for_backward(*work.differentiate(inputs, targets, parameters, totals))
             return totals.loss
