@@ -27,6 +27,7 @@ from support.slice_cases import (
     same,
     tied,
     trained,
+    with_few_labels,
     with_labels,
 )
 
@@ -118,6 +119,8 @@ CASES = {
     ),
     "cross-entropy, label smoothing": Case(entropy(label_smoothing=0.1), with_labels, same),
     "masked mean": Case(masked_mean, with_labels, same),
+    "cross-entropy, slices without targets": Case(entropy(), with_few_labels, same),
+    "masked mean, slices without targets": Case(masked_mean, with_few_labels, same),
     "divided by a number": Case(lambda s, x, y: by_token(s, x, y).sum() / 1000, with_labels, same),
     "divided by the samples": Case(lambda s, x, y: by_token(s, x, y).sum() / len(x), with_labels, same),
     "divided by what is passed": Case(

@@ -73,6 +73,12 @@ def with_labels(n: int) -> tuple[torch.Tensor, ...]:
     return torch.randn(n, 4, WIDTH), labels(n)
 
 
+def with_few_labels(n: int) -> tuple[torch.Tensor, ...]:
+    x, wanted = with_labels(n)
+    wanted[2:5] = -100
+    return x, wanted
+
+
 def entropy(**options: Any) -> Callable[..., torch.Tensor]:
     return lambda self, x, y: F.cross_entropy(self.logits(x).flatten(0, 1), y.flatten(), **options)
 

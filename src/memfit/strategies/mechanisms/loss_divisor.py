@@ -39,6 +39,8 @@ class LossTerm:
     divisors: tuple[Number, ...]
     """The number of elements of a mean first, or what a cross-entropy counts."""
     factors: tuple[Number, ...]
+    is_mean: bool
+    """Whether the first divisor is that of the reduction itself."""
 
 
 def terms_of_loss(loss: torch.Tensor) -> list[LossTerm]:
@@ -62,7 +64,7 @@ def _terms(node: Any, divisors: tuple[Number, ...], factors: tuple[Number, ...])
         name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
         if (reduced := _reduced(node, name)) is not None:
             elements, mean = reduced
-            yield LossTerm(elements, (*mean, *divisors), factors)
+            yield LossTerm(elements, (*mean, *divisors), factors, bool(mean))
             return
         ahead = [each for each, _ in node.next_functions if each is not None]
         if name in ("Add", "Sub"):
@@ -123,6 +125,8 @@ class LossRule:
             for term in range(len(whole))
         ]
         """Of each term, which of its divisors depends on the slice; None for a sum."""
+        self.is_quotient = not whole[0].is_mean
+        """Whether the model divides, not the operation that reduces."""
         if len({each is None for each in self._varying}) > 1:
             raise UsageError(
                 f"batch_slices: the model's loss adds a mean over samples to a sum over samples. {ADVICE}"
@@ -191,6 +195,8 @@ class SumOfSlices:
             own = own * first
             if isinstance(first, torch.Tensor):
                 own = torch.where(first == 0, 0, own)
+                if self._rule.is_quotient and not is_ghost_loaded() and first == 0:
+                    own = own.detach()  # the gradient of 0 / 0 is none
             self.divisor = first if self.divisor is None else self.divisor + first
         if divisors[1:]:
             self._divisors.append(divisors)

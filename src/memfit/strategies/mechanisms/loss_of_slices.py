@@ -86,7 +86,7 @@ class LossOfSlices:
                 outputs.add(tree_unflatten(kept, spec), samples)
                 del kept
             del leaves
-            if backward is not None:
+            if backward is not None and own.requires_grad:
                 with autocast_to(own.device.type, None):  # as any backward
                     backward(own)
             del own
