@@ -88,8 +88,8 @@ def by_token(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def masked_mean(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    mask = (y.flatten() != -100).to(x.dtype)
-    return (by_token(self, x, y) * mask).sum() / mask.sum()
+    mask = (y != -100).to(x.dtype)
+    return (self.logits(x).square().mean(-1) * mask).sum() / mask.sum()
 
 
 def attend(self: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
