@@ -134,6 +134,31 @@ def test_known_elements_outlive_a_tensor_in_what_detach_made_of_it(dry_run):
     assert run.out.splitlines()[:2] == ["25 [6, 8]", "[7, 9]"], run.err
 
 
+SAVED = """
+    import copy, torch
+    from torch import nn
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.arange(8) % 2 == 0)
+            self.linear = nn.Linear(4, 4)
+        def forward(self, x):
+            return self.linear(x[self.mask])
+    model, x = Masked().cuda(), torch.ones(8, 4, device="cuda")
+    for _ in range(2):
+        torch.save(model.state_dict(), "saved.pt")
+    average = copy.deepcopy(model)
+    print([len(each(x)) for each in (model, average)])
+    model.mask.storage()
+    print(len(model(x)))
+"""
+
+
+def test_a_tensor_that_is_saved_or_copied_stays_known(dry_run):
+    run = dry_run(SAVED, options=("--to-end",), without_step="it only runs forward")
+    assert run.out.splitlines()[:2] == ["[4, 4]", "8"], run.err
+
+
 SCALER = """
     import torch
     scaler, model = torch.amp.GradScaler("cuda"), torch.nn.Linear(4, 4).cuda()

@@ -35,7 +35,9 @@ def test_mask_rcnn_trains_on_as_many_proposals_as_its_sampler_takes(dry_run):
     found = [note["text"] for note in run.answer["notes"] if "nonzero is assumed" in note["text"]]
     assert any("as many as possible, 64 elements" in text for text in found)  # of about a thousand per image
     assert any("as many as possible, 128 elements" in text for text in found)  # of both
-    assert "roi_heads.py" in run.answer["upper_bound"]["where"]
+    assert (
+        run.answer["upper_bound"]["operator"] == "nonzero"
+    )  # of the peak, in the backward, little depends on it
 
 
 def test_a_padded_batch_in_nn_transformer_stays_padded(dry_run):
@@ -111,6 +113,8 @@ LAZY = """
         model(x).sum().backward()
         optimizer.step()
     print([tuple(each.shape) for each in model.parameters()])
+    online, target = (nn.LazyLinear(4).cuda() for _ in range(2))
+    target.load_state_dict(online.state_dict())
 """
 
 

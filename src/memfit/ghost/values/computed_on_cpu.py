@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.ghost.values.known_values import KnownValues
@@ -36,7 +37,7 @@ _NO_ELEMENTS = (torch.complex64, torch.complex128, torch.complex32)
 
 def may_have_known_elements(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is small enough, and of a dtype, to be known by element."""
-    return tensor.numel() <= _MOST and tensor.dtype not in _NO_ELEMENTS
+    return not is_lazy(tensor) and tensor.numel() <= _MOST and tensor.dtype not in _NO_ELEMENTS
 
 
 def known_elements(known: KnownValues, tensor: torch.Tensor) -> KnownElements | None:

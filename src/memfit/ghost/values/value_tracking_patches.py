@@ -15,6 +15,7 @@ PyTorch's C++ code fills and copies tensors, gradients among others, without cal
 """
 
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -77,6 +78,8 @@ _COPYING = Patch(
 )
 _DATA = Patch("torch._tensor:Tensor", "data", why="forget values that are written past autograd")
 _DETACHING = Patch("torch._tensor:Tensor", "detach", why="know values through the alias that it makes")
+_DEEP_COPYING = Patch("torch._tensor:Tensor", "__deepcopy__", why="know values of copies")
+_TENSOR_CODE = torch._tensor.__file__
 _EXPOSING = Patch(
     "torch._tensor:Tensor",
     *("data_ptr", "__dlpack__", "untyped_storage", "storage", "_typed_storage", "set_"),
@@ -278,6 +281,8 @@ def _forget_exposed(values: AssumedValues) -> None:
     """Forget tensors whose memory is exposed to writes that autograd does not count."""
 
     def expose(*given: object, **_: object) -> None:
+        if sys._getframe(2).f_code.co_filename == _TENSOR_CODE:  # a copy or a file is made of it
+            return
         for each in given:
             for part in each if isinstance(each, tuple | list) else (each,):
                 if isinstance(part, torch.Tensor) and is_plain_tensor(part) and part.is_cuda:
@@ -288,6 +293,7 @@ def _forget_exposed(values: AssumedValues) -> None:
         values.known.release(t2)
 
     _DATA.install("data", partial(_following, values, expose))
+    _DEEP_COPYING.wrap("__deepcopy__", partial(_copy_deeply, values.known))
     for name in _DETACHING.names:
         _DETACHING.wrap(name, partial(_detach, values.known))
     for name in _EXPOSING.names:
@@ -296,6 +302,15 @@ def _forget_exposed(values: AssumedValues) -> None:
     _PRESERVING.install("__init__", partial(call_before, expose))
     _GRAPH.install("replay", partial(call_before, lambda _: values.known.clear()))
     _SWAPPING.install("swap_tensors", partial(call_before, release))
+
+
+def _copy_deeply(known: KnownValues, function: Callable[..., Any], tensor: torch.Tensor, memo: Any) -> Any:
+    """Call ``__deepcopy__``: what is known of the tensor is known of its copy."""
+    copy = function(tensor, memo)
+    if is_plain_tensor(tensor) and tensor.is_cuda and is_plain_tensor(copy):
+        with without_dispatch_modes():
+            known.put(copy, known.elements(tensor) or known.get(tensor), fresh=True)
+    return copy
 
 
 def _detach(known: KnownValues, function: Callable[..., Any], tensor: torch.Tensor, **options: Any) -> Any:
