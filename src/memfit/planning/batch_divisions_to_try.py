@@ -27,7 +27,7 @@ from memfit.planning.sample_independence import (
     why_loss_is_a_sum,
 )
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
-from memfit.records import Change, PlanRun, ScriptEnd
+from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan
 from memfit.units import format_gib
 
 
@@ -93,6 +93,12 @@ class BatchDivisionsToTry:
     def made_by_loop(self, run: PlanRun) -> PlanRun:
         """Return a run with the time that it takes if the loop divides batches."""
         return self._sliced.made_by_loop(run)
+
+    def completed(self, answer: ScriptPlan) -> ScriptPlan:
+        """Return an answer with why batches are not divided; what the loop divides has the time of that."""
+        tried = tuple(map(self.made_by_loop, answer.tried))
+        smallest = None if answer.smallest is None else self.made_by_loop(answer.smallest)
+        return replace(answer, undivided=self.why_no_more, tried=tried, smallest=smallest)
 
     def begin(self, root: CheckpointingBase) -> None:
         """Begin with a base with whole batches: find the divisions that may be enough for it.

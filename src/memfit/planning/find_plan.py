@@ -397,4 +397,4 @@ class _OperationSearch(PlanSearch):
 
     def _completed(self, answer: ScriptPlan) -> ScriptPlan:
         sent = bytes_sent_before_and_under(answer, self._script.ranks)
-        return replace(answer, undivided=self._divisions.why_no_more, in_loop=self._in_loop, sent=sent)
+        return self._divisions.completed(replace(answer, in_loop=self._in_loop, sent=sent))
