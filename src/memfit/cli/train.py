@@ -45,7 +45,7 @@ def train(
             "memfit train trains scripts. Train a job in a script of your own: "
             f'engine = memfit.Engine(make_job(), "{plan}"), and engine.fit(loader).'
         )
-    read_plan(plan)
+    sharded = read_plan(plan).is_sharded
     if prediction is not None:
         read_trace(prediction)
     target = checked_script_argv(command[0], command[1:], RunOptions(module=module), None)
@@ -53,5 +53,7 @@ def train(
         str(plan), module, "" if prediction is None else str(prediction), as_far_as_it_goes
     )
     process = command_running_module("memfit.script_training.training_process")
+    if sharded:  # every rank goes through a set in the same order
+        os.environ.setdefault("PYTHONHASHSEED", "0")
     # In place of this process: signals, the exit code and torchrun's bookkeeping are the script's.
     os.execv(sys.executable, [*process, settings.to_json(), *target])  # noqa: S606

@@ -238,7 +238,7 @@ class _PlanInjector:
             from memfit.injection import inject_sharding
 
             self._sharder = inject_sharding.ShardingInjector(
-                self._plan.sharding, self._plan, self._refuse, self._report
+                self._plan.sharding, self._plan, self._refuse, self._report, trains=settings.strict
             )
 
     def install(self, hooks: InstalledHooks) -> None:
@@ -368,6 +368,7 @@ class _PlanInjector:
             refusals=tuple(self._refusals),
             uncalled=sharder.uncalled if sharder is not None else (),
             shares=sharder.shares if sharder is not None else (),
+            notes=sharder.notes if sharder is not None else (),
         )
 
 
