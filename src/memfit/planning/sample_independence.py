@@ -105,7 +105,8 @@ def why_samples_depend(whole: StepOperations, half: StepOperations) -> str:
         if carried.intersection(operation.reads):
             return f"{_place(operation, whole)}, a step goes on from what the one before made of its samples"
         created = [whole.storages[storage] for storage in operation.creates]
-        growth = [_growth(*each) for each in zip(created, _created(smaller, half), strict=False)]
+        sizes = zip(created, _created(smaller, half), strict=False)
+        growth = [1 if operation.single and smaller.single else _growth(*each) for each in sizes]
         found, fault = _results(operation, [kinds[storage] for storage in operation.reads], growth, created)
         if fault and number in differentiated:
             return f"{_place(operation, whole)}, {fault}"
