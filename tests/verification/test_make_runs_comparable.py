@@ -58,6 +58,13 @@ def test_dropout_drops_nothing(hooks, drop):
     assert torch.equal(drop(x), x)
 
 
+def test_recurrent_layers_drop_nothing(hooks):
+    switch_dropout_off(hooks)
+    layer = nn.LSTM(8, 8, num_layers=2, dropout=0.5)
+    x = torch.ones(3, 2, 8)
+    assert torch.equal(layer(x)[0], layer(x)[0])
+
+
 def test_attention_drops_nothing(hooks):
     q = torch.linspace(0, 1, 2 * 16 * 8).reshape(1, 2, 16, 8)
     wanted = functional.scaled_dot_product_attention(q, q, q)
