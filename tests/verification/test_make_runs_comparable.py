@@ -58,9 +58,12 @@ def test_dropout_drops_nothing(hooks, drop):
     assert torch.equal(drop(x), x)
 
 
-def test_recurrent_layers_drop_nothing(hooks):
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LSTM(8, 8, 2, dropout=0.5), lambda: nn.GRU(8, 8, 2, True, False, 0.5)]
+)
+def test_recurrent_layers_drop_nothing(hooks, make):
     switch_dropout_off(hooks)
-    layer = nn.LSTM(8, 8, num_layers=2, dropout=0.5)
+    layer = make()
     x = torch.ones(3, 2, 8)
     assert torch.equal(layer(x)[0], layer(x)[0])
 

@@ -82,10 +82,10 @@ _DROPOUTS = Patch(
 )
 _ATTENTION = Patch("torch.nn.functional", "scaled_dot_product_attention", why="switch dropout off")
 _RECURRENT = Patch("torch.nn.modules.rnn:RNNBase", "__init__", why="switch dropout off")
-_POSITION = {"training": 2, "dropout_p": 4}
+_POSITION = {"training": 2, "dropout_p": 4, "dropout": 7}
 """Of arguments that switch dropout off, where they are not named.
 
-Source: torch/nn/functional.py, PyTorch 2.14.1.
+Source: torch/nn/functional.py and torch/nn/modules/rnn.py, PyTorch 2.14.1.
 """
 
 
@@ -101,7 +101,7 @@ def switch_dropout_off(hooks: InstalledHooks) -> None:
     for name in _DROPOUTS.names:
         hooks.wrap(_DROPOUTS, name, _without("training", value=False))
     hooks.wrap(_ATTENTION, "scaled_dot_product_attention", _without("dropout_p", value=0.0))
-    hooks.call_after(_RECURRENT, "__init__", lambda module: setattr(module, "dropout", 0.0))
+    hooks.wrap(_RECURRENT, "__init__", _without("dropout", value=0.0))
 
 
 def _norm(original: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
