@@ -12,7 +12,6 @@ A dimension may have several rows for each sample: those of a sample together, o
                                      ababab     where sequences do
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +38,12 @@ class SamplesInOutput:
     def rows(self, output: torch.Tensor, samples: int, begin: int, count: int) -> torch.Tensor:
         """Return a view of the rows of some of an output's samples."""
         if self.alternate:
-            return output.unflatten(self.dim, (-1, samples)).narrow(self.dim + 1, begin, count)
+            shape = *output.shape[: self.dim], -1, samples, *output.shape[self.dim + 1 :]
+            return output.view(shape).narrow(self.dim + 1, begin, count)
         each = output.size(self.dim) // samples
         return output.narrow(self.dim, begin * each, count * each)
 
-    def joined(self, singles: Sequence[torch.Tensor]) -> torch.Tensor:
+    def joined(self, singles: list[torch.Tensor]) -> torch.Tensor:
         """Return the output of a batch of samples, from those of each alone."""
         if self.alternate:
             return torch.stack(singles, self.dim + 1).flatten(self.dim, self.dim + 1)
@@ -119,7 +119,7 @@ class JoinedOutputs:
 
     def _layout(self, *, last: bool) -> Layout | None:
         """Return the layout of the outputs; None if what has been added does not show it yet."""
-        if self._spec in self._layouts:
+        if self._spec is not None and self._spec in self._layouts:
             return self._layouts[self._spec]
         (first, samples), (other, others) = self._waiting[0], self._waiting[-1]
         if samples == others and not last:
