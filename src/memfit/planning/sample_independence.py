@@ -107,7 +107,8 @@ def why_samples_depend(whole: StepOperations, half: StepOperations, *, in_model:
         if carried.intersection(operation.reads):
             return f"{_place(operation, whole)}, a step goes on from what the one before made of its samples"
         created = [whole.storages[storage] for storage in operation.creates]
-        growth = [_growth(*each) for each in zip(created, _created(smaller, half), strict=False)]
+        sizes = zip(created, _created(smaller, half), strict=False)
+        growth = [1 if operation.single and smaller.single else _growth(*each) for each in sizes]
         found, fault = _results(operation, [kinds[storage] for storage in operation.reads], growth, created)
         if counts and fault and number in differentiated:
             return f"{_place(operation, whole)}, {fault}"
@@ -296,11 +297,8 @@ def compare_steps_of_parts(
     if independent:
         return found
     depend = why_samples_depend(whole, parts)
-    return replace(
-        found,
-        why=depend or why_loss_is_a_sum(whole, parts) or found.why,
-        in_model=depend and why_samples_depend(whole, parts, in_model=True),
-    )
+    why = depend or why_loss_is_a_sum(whole, parts) or found.why
+    return replace(found, why=why, in_model=depend and why_samples_depend(whole, parts, in_model=True))
 
 
 def compare_step_inputs(whole: StepInputs, parts: StepInputs, count: int) -> SampleComparison:
