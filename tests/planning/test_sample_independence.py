@@ -1,6 +1,7 @@
 """Whether samples depend on each other: what memfit says, beside gradients of micro-batches on the CPU."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -171,6 +172,19 @@ def test_the_reason_names_the_operation_and_the_module():
     make, loss = DEPENDENT["root"]
     why = why_samples_depend(recorded(make, loss, SAMPLES), recorded(make, loss, SAMPLES // 2))
     assert why.startswith("in aten.sqrt.default of the loss, a sum over the samples is not only scaled")
+
+
+def test_a_mean_whose_storage_has_its_terms_is_one_number():
+    """On a GPU, ``mse_loss`` writes its terms into the storage of the mean."""
+
+    def step(samples):
+        found = recorded(network, lambda y, _: functional.mse_loss(y, torch.zeros_like(y)) / 2, samples)
+        (mean,) = (each for each in found.forward if each.name.startswith("aten.mse_loss"))
+        sizes = [*found.storages]
+        sizes[mean.creates[0]] = samples * WIDTH * 8
+        return replace(found, storages=tuple(sizes))
+
+    assert why_samples_depend(step(SAMPLES), step(SAMPLES // 2)) == ""
 
 
 def test_a_loop_over_the_samples_is_another_step_with_half_of_them():

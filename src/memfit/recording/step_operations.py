@@ -176,6 +176,7 @@ class StepOperationRecorder:
                 sums=_sums(operation, args, kwargs),
                 factor=_factor(operation, args),
                 mixed=_mixed_sizes(operation, args, kwargs),
+                single=len(tensors) == 1 and tensors[0].numel() == 1,
             )
         )
         if not in_backward:

@@ -49,7 +49,7 @@ class SlicedForward(WrappedForward):
         super().__init__(module, around, inner)
         self._again = CheckpointedForward(module, _AGAIN, inner)
         self._splitter = BatchSplitter(advice=ADVICE)
-        self._layouts: OutputLayouts = {}
+        self._layouts = OutputLayouts(alternate=around.dim > 0)
         self._rules: dict[Any, LossRule | None] = {}
         """How the model's loss is divided, by which arguments are passed; None if it returns none."""
 
@@ -82,7 +82,7 @@ class SlicedForward(WrappedForward):
             parts = self._splitter.split(call, sizes)
             calls = [self._call(part, len(args)) for part in parts]
             return LossOfSlices(self.module, calls, sizes, self._layouts, rule, inputs).output()
-        outputs = JoinedOutputs(self._layouts, samples)
+        outputs, forward = JoinedOutputs(self._layouts, samples), self._on_slice
         chain = ChainedAliases(self.module) if can_be_replaced(self.module) else None
         for number, part in enumerate(self._splitter.split(call, sizes)):
             own = forward if chain is None else _under(chain.of_next_slice(), self.module, forward)
@@ -107,7 +107,13 @@ class SlicedForward(WrappedForward):
     def _call(self, part: dict[Any, Any], positional: int) -> Callable[[], Any]:
         """Return the forward on a part of a batch."""
         args, kwargs = self._arguments(part, positional)
-        return partial(self.__wrapped__, *args, **kwargs)
+        return partial(self._on_slice, *args, **kwargs)
+
+    def _on_slice(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward on a slice: contiguous, as recurrent layers on a GPU need their state."""
+        if self.around.dim:
+            args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
+        return self.__wrapped__(*args, **kwargs)
 
     def _samples(self, call: dict[Any, Any]) -> int:
         """Return the number of samples of a call: the rows of its first tensor, or what a list of them has.
