@@ -202,9 +202,9 @@ def test_the_table_has_the_figures_and_what_to_write(compare):
     assert lines["DDP + checkpointing"][-2:] == ["not", "possible"]
     assert "Not possible: checkpointing, checkpointing + offload, DDP + checkpointing" in text
     assert text.count("Net has no blocks") == 1
-    assert "    DDP + offload     [memfit.Offload(), memfit.Sharding(mode='ddp')]\n" in text
+    assert "    DDP + offload     [memfit.Offload(), memfit.Sharding(mode='ddp', split_batch=True)]\n" in text
     assert "torch.distributed.init_process_group()" in text
-    assert "Every rank trains on batches of the script's own size." in text
+    assert "The ranks share each batch of the script's." in text
 
 
 def test_a_script_with_a_sharding_of_its_own_is_told_what_to_add_to_it(compare):

@@ -53,14 +53,14 @@ def strategies_to_compare(
     ['reshard_after_forward=False', 'reshard_after_forward=False + checkpointing']
     """
     calls = {each.call for each in own}
-    for one in _variants("", ""):
+    for one in _variants("", {}):
         if "fully_shard" not in calls or one.change.plan.get("offload") != {}:  # they conflict
             yield one
     shardings = SHARDINGS if world_size > 1 and not distributed else {}
     if "DistributedDataParallel" in calls:
         shardings = {"ZeRO-1": "zero1"}
     for name, mode in shardings.items():
-        yield from _variants(name, mode)
+        yield from _variants(name, sharding_settings(mode) if not distributed else {"mode": mode})
     for each in own:
         for options in (*each.options, *each.others):
             name, change = call_options_in_words(options), Change(own_sharding={each.call: options})
@@ -68,14 +68,19 @@ def strategies_to_compare(
             yield StrategyCombination(f"{name} + checkpointing", change | Change({"checkpointing": {}}))
 
 
-def _variants(name: str, mode: str) -> Iterator[StrategyCombination]:
+def sharding_settings(mode: str) -> dict[str, Any]:
+    """Return the settings with which memfit shards a script for one GPU."""
+    return {"mode": mode, "split_batch": True}
+
+
+def _variants(name: str, settings: dict[str, Any]) -> Iterator[StrategyCombination]:
     """Yield a sharding alone, with checkpointing, with offload, and with both.
 
     With fsdp2, what is offloaded are the shards: offloaded activations would conflict with it.
     """
-    sharding: dict[str, Any] = {"sharding": {"mode": mode}} if mode else {}
-    if mode == "fsdp2":
-        offload = inputs = {"sharding": {"mode": mode, "offload": True}}
+    sharding: dict[str, Any] = {"sharding": settings} if settings else {}
+    if settings.get("mode") == "fsdp2":
+        offload = inputs = {"sharding": {**settings, "offload": True}}
     else:
         offload, inputs = {**sharding, "offload": {}}, {**sharding, "offload": {"what": "inputs"}}
     for more, plan in (

@@ -39,7 +39,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
     """Return what an unmodified script would need with each of memfit's strategies; needs no GPU.
 
     memfit runs the script once for each row, without input and with its output hidden; each run writes the
-    script's output files again. On several GPUs, every rank trains on batches of the script's own size.
+    script's output files again. On several GPUs, the ranks share each batch of the script's.
 
     Args:
         script: path of the script, or a module's name with ``module=True``.

@@ -29,8 +29,8 @@ def compare(
 
     The script runs unmodified on the ghost, once for each row of the table. memfit applies the strategies
     when the script creates its optimizer. With --nproc, the table also has DDP, ZeRO-1 and FSDP2, each with
-    and without checkpointing and offload, and shows the rank that needs most. Each rank trains on batches of
-    the script's own size. A script that itself calls fully_shard, DistributedDataParallel or
+    and without checkpointing and offload, and shows the rank that needs most. The ranks share each batch of
+    the script's. A script that itself calls fully_shard, DistributedDataParallel or
     deepspeed.initialize is compared with other options of these calls instead. Strategies that do not suit
     the script have a row with the reason.
 

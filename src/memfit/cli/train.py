@@ -21,9 +21,10 @@ def train(
     memfit applies the plan when the script creates its optimizer, and sets PYTORCH_ALLOC_CONF if the plan
     does. If a part of the plan cannot be applied, memfit ends the script before its first step, and says what
     to write: micro-batches in its loop take a change of the script; the model may be another than the plan
-    was made for. memfit compares the measured peak with the one that the plan predicts. If memory runs out,
-    memfit writes a post-mortem. Apart from that, the script runs as under python: to its end, with its own
-    output and exit code. A script that ends without the plan has the exit code 3.
+    was made for. Under torchrun, a script for one GPU trains as ranks that share each of its batches: as one
+    process would, but for rounding and dropout. memfit compares the measured peak with the one that the plan
+    predicts. If memory runs out, memfit writes a post-mortem. Apart from that, the script runs as under
+    python: to its end, with its own output and exit code. A script that ends without the plan has the exit code 3.
 
     Args:
         plan: The file that memfit plan -o wrote.

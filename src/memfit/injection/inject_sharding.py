@@ -76,10 +76,10 @@ class ShardingInjector:
         self._plan = plan
         self._refuse, self._on_change = refuse, on_change
         self._share = ShareOfRank(refuse)
-        if trains:
-            shared = WhatRanksShare()
-            shared.seed()
-            self._share = ShareOfRank(refuse, shared.difference)
+        self._shared = WhatRanksShare() if trains else None
+        if self._shared is not None:
+            self._shared.seed()
+            self._share = ShareOfRank(refuse, self._shared.difference)
         self._norms: list[str] = []
         self._joined = False
         self._models: list[weakref.ref[nn.Module]] = []
@@ -145,9 +145,13 @@ class ShardingInjector:
             apply(model, replace(self._plan, sharding=None))
         else:
             self._await_call(model)
-            self._norms += batch_norms_in_training(model)
-            sharded = apply(model, self._plan)
-            wrap_forward(model, self._share, ForwardOfRank)
+            if self._sharding.split_batch is not False:
+                self._norms += batch_norms_in_training(model)
+            sharded = apply(model, replace(self._plan, sharding=replace(self._sharding, split_batch=None)))
+            if self._sharding.split_batch is not False:
+                wrap_forward(model, self._share, ForwardOfRank)
+            elif self._shared is not None:
+                self._shared.seed(own=True)
             take_shards_when_loading(model)
             if isinstance(sharded, DistributedDataParallel) and sharded is not model:
                 self._route(model, sharded)

@@ -28,11 +28,12 @@ class WhatRanksShare:
         self._store, self._rank, self._ranks = next(iter(rendezvous("env://")))
         self._asked: dict[str, int] = {}
 
-    def seed(self) -> None:
-        """Have all ranks draw the random numbers of the first, as one process would."""
+    def seed(self, *, own: bool = False) -> None:
+        """Have all ranks draw the random numbers of the first from now on, or each rank its own."""
+        name = f"memfit/seed/{own}"
         if self._rank == 0:
-            self._store.set("memfit/seed", str(torch.initial_seed()))
-        seed_generators(int(self._store.get("memfit/seed")))
+            self._store.set(name, str(torch.initial_seed()))
+        seed_generators(int(self._store.get(name)) + own * self._rank)
 
     def difference(self, name: str, value: Any) -> str:
         """Return why the ranks cannot train together, if what each has differs; empty if not, or not asked.

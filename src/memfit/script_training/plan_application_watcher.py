@@ -90,9 +90,9 @@ class PlanApplicationWatcher:
         what += [" ".join(self.carried_out.arguments)] * bool(self.carried_out.arguments)
         self._say(f"training under {self._file}: {', '.join(what) or 'nothing to apply'}")
         if "sharding" in self.carried_out.plan:
-            self._say(
-                f"{self._ranks} ranks share each batch; rank 0 alone prints, and writes the script's files"
-            )
+            shared = self.carried_out.plan["sharding"].get("split_batch") is not False
+            batches = "share each batch" if shared else "have batches of the script's size, each its own"
+            self._say(f"{self._ranks} ranks {batches}; rank 0 alone prints, and writes the script's files")
 
     def report(self, report: InjectionReport) -> None:
         """Say what has changed: a model has got the plan, or was refused it.

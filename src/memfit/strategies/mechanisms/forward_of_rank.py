@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms.join_outputs import SamplesInOutput
 from memfit.strategies.mechanisms.loss_divisor import ADVICE, LossRule, SumOfSlices
 from memfit.strategies.mechanisms.sliced_forward import SlicedForward
 from memfit.strategies.mechanisms.split_batch import even_micro_batch_sizes
@@ -35,7 +36,7 @@ _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class ShareOfRank:
     """How the batches of a model are divided among the ranks of the default process group."""
 
-    refuse: Callable[[str], None]
+    refuse: Callable[[str], None] = lambda _: None
     """Called with the reason if they cannot be divided, before the error is raised."""
 
     difference: Callable[[str, Any], str] = lambda *_: ""
@@ -88,7 +89,7 @@ class ForwardOfRank(SlicedForward):
         entered = tree_map_only(torch.Tensor, _entering, call)
         own_args, own_kwargs = self._arguments(self._splitter.split(entered, sizes)[rank], len(args))
         with _random_numbers_of_rank(self.module, rank):
-            leaves, spec = tree_flatten(forward(*own_args, **own_kwargs))
+            leaves, spec = tree_flatten(self._on_slice(*own_args, **own_kwargs))
         if spec not in self._layouts:
             raise UsageError(
                 "sharding: the model returns differently built outputs for its share of a batch and for two "
@@ -96,10 +97,10 @@ class ForwardOfRank(SlicedForward):
             )
         share = _Share(sizes, rank, self.around)
         rule = self._rules[passed]
-        for index, dim in enumerate(self._layouts[spec]):
+        for index, place in enumerate(self._layouts[spec]):
             leaf = leaves[index]
-            if dim is not None:
-                leaves[index] = share.gathered(leaf, dim)
+            if place is not None:
+                leaves[index] = share.gathered(leaf, place)
             elif rule is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaves[index] = _loss_of_ranks(leaf, rule)
         return tree_unflatten(leaves, spec)
@@ -113,11 +114,14 @@ class _Share:
     rank: int
     around: ShareOfRank
 
-    def gathered(self, own: torch.Tensor, dim: int) -> torch.Tensor:
+    def gathered(self, own: torch.Tensor, place: SamplesInOutput) -> torch.Tensor:
         """Return an output of the whole batch, from those of all ranks."""
-        rows_first = own.movedim(dim, 0)
-        whole: torch.Tensor = _Gathered.apply(rows_first, self)
-        return whole.movedim(0, dim) if dim else whole
+        dim, samples = place.dim, self.sizes[self.rank]
+        if place.alternate:
+            own, dim = place.rows(own.contiguous(), samples, 0, samples), dim + 1
+        whole: torch.Tensor = _Gathered.apply(own.movedim(dim, 0), self)
+        whole = whole.movedim(0, dim) if dim else whole
+        return whole.flatten(place.dim, dim) if place.alternate else whole.contiguous()
 
     def rows(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return each rank's rows of a tensor that has some for every sample."""
