@@ -81,7 +81,7 @@ def test_the_sharding_that_sends_least_is_taken_if_it_fits(share, mode):
     assert found.as_written.change.plan == {"sharding": {"mode": "ddp", "split_batch": True}}
     assert [ran for ran, _ in script.ran] == ["ddp", "zero1", "fsdp2"][: list(NEEDS).index(mode) + 1]
     assert found.models == ("Net (optimizer: t:1)",)
-    assert f"memfit.Sharding(mode='{mode}')" in printed(found)
+    assert f"memfit.Sharding(mode='{mode}', split_batch=True)" in printed(found)
     assert ("optimizer = memfit.Sharding" in printed(found)) == (mode == "zero1")
 
 

@@ -24,7 +24,8 @@ def train(
     was made for. Under torchrun, a script for one GPU trains as ranks that share each of its batches: as one
     process would, but for rounding and dropout. memfit compares the measured peak with the one that the plan
     predicts. If memory runs out, memfit writes a post-mortem. Apart from that, the script runs as under
-    python: to its end, with its own output and exit code. A script that ends without the plan has the exit code 3.
+    python: to its end, with its own output and exit code. A script that ends without the plan has the exit
+    code 3.
 
     Args:
         plan: The file that memfit plan -o wrote.
