@@ -118,5 +118,5 @@ def test_a_script_that_follows_a_row_needs_what_the_row_says(rows, dry_run, name
     script = "    import memfit\n" + script.replace("PLAN", f"[{', '.join(row.plan)}]")
     run = dry_run(script, options=("--nproc", f"{RANKS}", "--rank", f"{row.rank}", "--gpu", "H100"))
     assert run.code == 0, run.err
-    assert run.answer["peak"]["process"] == row.needs.bytes
+    assert (run.answer["needs"] or {"bytes": run.answer["peak"]["process"]})["bytes"] == row.needs.bytes
     assert run.answer["peak"]["allocated"] == row.peak.allocated.most
