@@ -1,4 +1,4 @@
-"""The networks of planning_cpu.py: sizes at which a step takes about a second on one thread.
+"""Networks to plan for: sizes at which a step takes about a second on one thread.
 
     memfit plan --budget 1GiB benchmarks/planned_networks.py gpt [--batch-size 4]
 

@@ -5,7 +5,7 @@
 Budgets are shares of what each script needs as written, the CUDA context apart. Checked: no plan needs
 more than its budget, a smaller budget never needs more memory or costs less time, no plan is below the
 bound of its program, and nothing that ran needs less than the floor of another budget's answer. By default,
-the scripts are examples and the networks of planning_cpu.py.
+the scripts are examples and those of planned_networks.py.
 
     python benchmarks/planning.py --checkout FOLDER [--budgets 0.7,0.45] "SCRIPT ARGUMENTS" ...
 

@@ -1,4 +1,4 @@
-"""How long the planner thinks: networks of planning_cpu.py, a Llama of 32 layers, and 1,001 modules.
+"""How long the planner thinks: networks of planned_networks.py, a Llama of 32 layers, and 1,001 modules.
 
     python benchmarks/planning_time.py
 
@@ -59,7 +59,7 @@ def llama() -> StepOperations:
 
 
 def planned(name: str) -> StepOperations:
-    """Record a network of planning_cpu.py."""
+    """Record a network of planned_networks.py."""
     network = PLANNED[name]()
     return recorded(network.model, lambda: network.loss(network.model, network.inputs, network.targets))
 

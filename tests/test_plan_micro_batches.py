@@ -156,3 +156,46 @@ def test_advice_assumes_that_batches_made_on_the_gpu_can_be_divided(tmp_path):
     answer = advised(tmp_path, "torch.randint(100, (2, 128, size), device='cuda')")
     (costs,) = (piece["costs"] for piece in answer["advice"] if "micro" in str(piece["changes"]))
     assert "(assumed: the loss is a mean over samples that do not depend on each other)" in costs
+
+
+CUT_BY_A_WORD = """
+    import sys
+    import torch
+    from torch import nn
+
+    config = {"batch_size": 64, "accumulation_steps": 1}
+    config |= {name: int(value) for name, value in (word.split("=") for word in sys.argv[1:])}
+    size, steps = config["batch_size"], config["accumulation_steps"]
+    torch.manual_seed(0)
+
+    class Model(nn.Sequential):
+        def forward(self, x, y):
+            logits = super().forward(x)
+            return logits, nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    layers = (nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8))
+    model = Model(nn.Embedding(100, 512), *layers, nn.Linear(512, 100)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    columns = torch.arange(1 << 18).remainder(100).reshape(size, -1)
+    for at in range(0, 3840, 128):
+        x, y = columns[:, at : at + 128].cuda(), columns[:, at + 1 : at + 129].cuda()
+        optimizer.zero_grad()
+        (model(x, y)[1] / steps).backward()
+        optimizer.step()
+"""
+
+
+def test_the_models_call_divides_batches_whose_size_decides_their_rows(tmp_path):
+    """Neither the loop nor the script's option could: smaller batches would have other rows."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(CUT_BY_A_WORD))
+    plan, words = tmp_path / "plan.json", ("batch_size=64", "accumulation_steps=1")
+    _, found = planned(script, plan, script, *words, budget="760MiB")
+    assert found["plan"].keys() == {"batch_slices"}
+    assert "Model" in str(found["models"])
+    assert (found["in_loop"], found["micro_batches"]) == (None, None)
+    assert [run["micro_batches"] for run in found["tried"] if run["micro_batches"]] == []
+    assert "the parts of a batch have other rows than the whole batch" in found["undivided"]
+    under = memfit("dry-run", "--memory", "760MiB", "--plan", plan, "--json", "-", script, *words)
+    figures = json.loads(under.stdout)
+    assert (figures["verdict"], figures["peak"]["allocated"]) == ("fits", found["allocated"])

@@ -110,10 +110,15 @@ def test_a_plan_that_computes_something_else_differs(tmp_path):
     assert found["planned"]["parameter"].startswith(("0.", "1."))
 
 
-def test_micro_batches_are_verified_up_to_rounding(tmp_path):
+HALVES = {"count": 2, "size": 4, "how": "", "where": "", "arguments": ["--size", "4"], "draws": True}
+
+
+@pytest.mark.parametrize(
+    ("plan", "micro_batches"), [({}, HALVES), ({"batch_slices": {"count": 2}}, None)], ids=["loop", "slices"]
+)
+def test_parts_of_batches_are_verified_up_to_rounding(tmp_path, plan, micro_batches):
     """The loop clips and unscales after each of them, and they draw other numbers than the whole batch."""
-    divided = {"count": 2, "size": 4, "how": "", "where": "", "arguments": ["--size", "4"], "draws": True}
-    code, found = verified(tmp_path, {}, micro_batches=divided, dropout=0.5)
+    code, found = verified(tmp_path, plan, micro_batches=micro_batches, dropout=0.5)
     assert (code, found["verdict"], found["equality"]) == (0, "verified", "up to rounding")
     assert found["dropout"] is False
     assert found["planned"]["largest"] <= found["bound"] == 1e-5

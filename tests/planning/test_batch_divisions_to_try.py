@@ -186,5 +186,6 @@ def test_a_loss_that_is_a_sum_is_seen_in_the_run_as_written():
     forward[loss] = replace(forward[loss], sums=True)
     script.step = replace(script.step, forward=tuple(forward))
     found = planned(script, 0.55)
-    assert script.divided == []
+    assert script.divided == [2]  # to see whether the model's call may divide its batch
+    assert (found.in_loop, [run for run in found.tried if run.change.micro_batches]) == (None, [])
     assert 'the loss is a sum over samples (reduction="sum")' in found.undivided

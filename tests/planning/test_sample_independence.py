@@ -1,6 +1,7 @@
 """Whether samples depend on each other: what memfit says, beside gradients of micro-batches on the CPU."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -173,6 +174,46 @@ def test_the_reason_names_the_operation_and_the_module():
     assert why.startswith("in aten.sqrt.default of the loss, a sum over the samples is not only scaled")
 
 
+def test_a_mean_whose_storage_has_its_terms_is_one_number():
+    """On a GPU, ``mse_loss`` writes its terms into the storage of the mean."""
+
+    def step(samples):
+        found = recorded(network, lambda y, _: functional.mse_loss(y, torch.zeros_like(y)) / 2, samples)
+        (mean,) = (each for each in found.forward if each.name.startswith("aten.mse_loss"))
+        sizes = [*found.storages]
+        sizes[mean.creates[0]] = samples * WIDTH * 8
+        return replace(found, storages=tuple(sizes))
+
+    assert why_samples_depend(step(SAMPLES), step(SAMPLES // 2)) == ""
+
+
+class Counting(nn.Module):
+    """A model that returns its loss: a sum that it divides by a number of tokens that it is passed."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x, count):
+        return self.inner(x).square().sum() / count
+
+
+@pytest.mark.parametrize("of_samples", [False, True])
+def test_a_count_that_the_model_is_passed_is_no_sample(of_samples):
+    """transformers' Trainer passes the number of tokens in an update; other numbers may depend on samples."""
+
+    def step(samples):
+        model, x = Counting(), torch.randn(SAMPLES, WIDTH).double()[:samples]
+        divisor = x.mean() if of_samples else torch.tensor(SAMPLES * WIDTH)
+        recorder = StepOperationRecorder(model)
+        recorder.start()
+        model(x, divisor).backward()
+        return recorder.stop()
+
+    why = why_samples_depend(step(SAMPLES), step(SAMPLES // 2))
+    assert ("samples depend on a sum over all of them" in why) == of_samples
+
+
 def test_a_loop_over_the_samples_is_another_step_with_half_of_them():
     def loop(y, _):
         return sum(each.square().mean() for each in y) / len(y)
@@ -235,6 +276,8 @@ def test_what_a_step_makes_of_its_samples_must_not_decide_the_next():
     assert why_samples_depend(*(steps(each, decides=0) for each in (SAMPLES, SAMPLES // 2))) == ""
     carried = why_samples_depend(*(steps(each, decides=1) for each in (SAMPLES, SAMPLES // 2)))
     assert "a step goes on from what the one before made of its samples" in carried
+    whole, half = (steps(each, decides=1) for each in (SAMPLES, SAMPLES // 2))
+    assert why_samples_depend(whole, half, in_model=True) == carried  # the loss has it from elsewhere
     recorder = StepOperationRecorder(model)
     recorder.start()
     model(x).mean().backward()

@@ -92,6 +92,37 @@ def test_only_parsers_of_the_command_line_count(options, monkeypatch):
     assert options.found() == (ScriptOption(ScriptOptionPurpose.BATCH_SIZE, ("--bs",), 2),)
 
 
+@pytest.mark.parametrize(
+    ("word", "option"),
+    [
+        ("--batch_size=8", ScriptOption(ScriptOptionPurpose.BATCH_SIZE, ("--batch_size=",), 8)),
+        ("trainer.batch_size=8", ScriptOption(ScriptOptionPurpose.BATCH_SIZE, ("trainer.batch_size=",), 8)),
+        ("+accum_steps=2", ScriptOption(ScriptOptionPurpose.ACCUMULATION, ("+accum_steps=",), 2)),
+        ("--bf16=True", None),  # memfit does not know which words the script takes
+        ("--batch_size=auto", None),
+        ("--batch_size=0", None),
+        ("eval.batch_size=8", None),
+        ("batch_size", None),
+    ],
+)
+def test_words_with_a_value_are_options_of_scripts_that_read_them_themselves(
+    options, monkeypatch, word, option
+):
+    monkeypatch.setattr(sys, "argv", ["train.py", word])
+    assert options.found() == (() if option is None else (option,))
+    if option is not None:
+        assert option.with_value(4) == (word[:-1] + "4",)
+
+
+def test_what_a_parser_has_read_is_no_word_of_the_scripts_own(options, monkeypatch):
+    made = parser("--batch-size", type=int, default=4)
+    made.add_argument("overrides", nargs="*")
+    assert found(options, monkeypatch, made, "bs=2", "accum_steps=3") == [
+        ("batch size", "--batch-size", 4),
+        ("accumulation steps", "accum_steps=", 3),
+    ]
+
+
 def test_parsers_of_transformers_are_followed(options, monkeypatch):
     from transformers import HfArgumentParser
 

@@ -17,6 +17,7 @@ from support.slice_cases import (
     attend,
     attention,
     by_token,
+    cached,
     entropy,
     expect_equal,
     frozen,
@@ -86,6 +87,32 @@ CASES = {
     ),
     "LSTM": recurrent(nn.LSTM),
     "GRU": recurrent(nn.GRU),
+    "sequences first, folded, with a state": Case(
+        lambda s, x, state: tuple(
+            each.flatten(0, 1) if each is out[0] else each for out in [s.rnn(x, state)] for each in out
+        ),
+        lambda n: (torch.randn(5, n, WIDTH), torch.randn(2, n, WIDTH)),
+        loss=lambda out: (out[0] * out[0].roll(1, 0)).mean() + out[1].square().mean(),
+        layers=lambda: {"rnn": nn.GRU(WIDTH, WIDTH, 2)},
+        dim=1,
+    ),
+    "a state whose samples lie along another dimension": Case(
+        lambda s, x, state: s.rnn(x, state),
+        lambda n: (torch.randn(n, 5, WIDTH), (torch.randn(2, n, WIDTH), torch.randn(2, n, WIDTH))),
+        loss=lambda out: out[0].square().mean() + out[1][0].sum(),
+        layers=lambda: {"rnn": nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)},
+    ),
+    "sequences first, folded by sample": Case(
+        lambda s, x: s.logits(x).transpose(0, 1).flatten(0, 1),
+        lambda n: (torch.randn(5, n, WIDTH),),
+        loss=lambda out: (out * out.roll(1, 0)).mean(),
+        dim=1,
+    ),
+    "a mask that the first call makes": Case(
+        cached,
+        layers=attention,
+        loss=lambda out: out.square().mean(),
+    ),
     "tied": Case(
         lambda s, x: s.logits(x) + s.other(x).mean(-1, keepdim=True),
         layers=lambda: {"other": nn.Linear(WIDTH, 9)},

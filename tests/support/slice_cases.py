@@ -96,6 +96,13 @@ def attend(self: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return self.logits(self.attention(x, x, x, attn_mask=mask)[0])
 
 
+def cached(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return logits under a causal mask that the first call keeps, as nn.Transformer's examples do."""
+    if getattr(self, "mask", None) is None or self.mask.size(0) != x.size(1):
+        self.mask = torch.ones(x.size(1), x.size(1)).triu(1).bool()
+    return attend(self, x, self.mask)
+
+
 def same(loss: Any) -> Any:
     return loss
 

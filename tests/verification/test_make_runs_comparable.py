@@ -58,6 +58,16 @@ def test_dropout_drops_nothing(hooks, drop):
     assert torch.equal(drop(x), x)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LSTM(8, 8, 2, dropout=0.5), lambda: nn.GRU(8, 8, 2, True, False, 0.5)]
+)
+def test_recurrent_layers_drop_nothing(hooks, make):
+    switch_dropout_off(hooks)
+    layer = make()
+    x = torch.ones(3, 2, 8)
+    assert torch.equal(layer(x)[0], layer(x)[0])
+
+
 def test_attention_drops_nothing(hooks):
     q = torch.linspace(0, 1, 2 * 16 * 8).reshape(1, 2, 16, 8)
     wanted = functional.scaled_dot_product_attention(q, q, q)

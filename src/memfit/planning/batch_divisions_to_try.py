@@ -7,8 +7,9 @@ allocated
   └───────────── parts
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.planning.batch_size_changes import (
@@ -53,13 +54,15 @@ class BatchDivisionsToTry:
         self._runs, self._bases, self._budget = runs, bases, budget
         step = plain.operations
         draws = step is not None and any(each.random for each in step.forward)
-        self._ways = batch_division_changes(plain.trace, draws=draws) if allowed.rounding else []
+        self._divide = partial(batch_division_changes, plain.trace, draws=draws)
+        self._ways = self._divide() if allowed.rounding else []
         self._indivisible = (
             why_batches_are_indivisible(plain.trace) if allowed.rounding and not self._ways else ""
         )
+        self.only_in_model = ""
+        """Why only the model's call can divide batches, not the loop, as a clause."""
         if self._ways and step is not None and (why := why_loss_is_a_sum(step)):
-            self._ways, self._indivisible = [], why
-            self._need_whole_batches()
+            self._leave_to_model(why)
         self.left: list[Change] = []
         """Those that may be made of the base, largest parts first."""
         self.why_no_more = ""
@@ -69,6 +72,15 @@ class BatchDivisionsToTry:
         """Whether two batches, one half as large as the other, have shown that samples are."""
         self._alone: dict[int, PlanRun] = {}
         """By parts: runs with divided batches and no other change."""
+
+    def _leave_to_model(self, why: str) -> None:
+        """Divide batches by slices only, which keep the rows of the batch and the loop's own loss."""
+        self.only_in_model = why
+        self._ways = self._divide(by_options=False)
+
+    def left_to_memfit(self, runs: Iterable[PlanRun]) -> list[PlanRun]:
+        """Return those runs that are plans: where only the model can divide batches, none by the loop is."""
+        return [run for run in runs if not (self.only_in_model and run.change.micro_batches)]
 
     def _need_whole_batches(self) -> None:
         if self._bases.floors is not None:
@@ -96,9 +108,10 @@ class BatchDivisionsToTry:
 
     def completed(self, answer: ScriptPlan) -> ScriptPlan:
         """Return an answer with why batches are not divided; what the loop divides has the time of that."""
-        tried = tuple(map(self.made_by_loop, answer.tried))
+        tried = tuple(map(self.made_by_loop, self.left_to_memfit(answer.tried)))
         smallest = None if answer.smallest is None else self.made_by_loop(answer.smallest)
-        return replace(answer, undivided=self.why_no_more, tried=tried, smallest=smallest)
+        undivided = self.why_no_more or self.only_in_model
+        return replace(answer, undivided=undivided, tried=tried, smallest=smallest)
 
     def begin(self, root: CheckpointingBase) -> None:
         """Begin with a base with whole batches: find the divisions that may be enough for it.
@@ -127,7 +140,7 @@ class BatchDivisionsToTry:
             last: the same, or the one made last of it.
         """
         division = self.left.pop(0)
-        plan = whole.change | division
+        divided, plan = division.micro_batches, whole.change | division
         made = self._runs.make(
             plan,
             lambda result: max(self._bases.relative(plan, result, whole.copies), last.run.time),
@@ -143,6 +156,14 @@ class BatchDivisionsToTry:
                 whole.operations, operations, plan.parts, independent=self._are_independent
             )
             fault = samples.why
+            may_slice = not self._are_independent and not samples.in_model
+            if fault and may_slice and divided is not None and not divided.by_engine:
+                self._leave_to_model(fault)
+                if divided.by_option:  # the loop divides batches then
+                    self._runs.tried.pop()
+                    self.left = self._ways
+                    return []
+            fault = samples.in_model if self.only_in_model else fault
         if fault or isinstance(made, ScriptEnd) or operations is None:
             self._ways = [way for way in self._ways if way.parts < division.parts]
             self.left, self._indivisible, self.why_no_more = [], fault, fault

@@ -64,7 +64,7 @@ def smaller_batch_changes(trace: Trace) -> list[Change]:
     return [batch_size_change(setting, size >> times) for times in range(1, size.bit_length())]
 
 
-def batch_division_changes(trace: Trace, *, draws: bool) -> list[Change]:
+def batch_division_changes(trace: Trace, *, draws: bool, by_options: bool = True) -> list[Change]:
     """Return the ways to divide a script's batches into equal parts, largest parts first.
 
     By the script's own option if it has one: for the batches in an update, or for ``memfit.Engine``'s parts.
@@ -72,14 +72,14 @@ def batch_division_changes(trace: Trace, *, draws: bool) -> list[Change]:
     Args:
         trace: of the script.
         draws: whether a step draws random numbers.
+        by_options: whether such options are used.
     """
     setting = find_batch_size_setting(trace)
     if setting is None:
         return []
-    accumulation = (
-        _option(trace, ScriptOptionPurpose.ACCUMULATION) if isinstance(setting, ScriptOption) else None
-    )
-    parts = _option(trace, ScriptOptionPurpose.PARTS) if isinstance(setting, ScriptOption) else None
+    has_options = by_options and isinstance(setting, ScriptOption)
+    accumulation = _option(trace, ScriptOptionPurpose.ACCUMULATION) if has_options else None
+    parts = _option(trace, ScriptOptionPurpose.PARTS) if has_options else None
     own = accumulation is not None or parts is not None
     ways = []
     for smaller in smaller_batch_changes(trace):

@@ -73,7 +73,7 @@ class SlicedPlans:
             if isinstance(made, ScriptEnd):
                 self._runs.drop(change, why_run_failed(made))
                 return None
-            self._made[change] = made[1]
+            self._runs.models, self._made[change] = made[0].models, made[1]
         return self._made[change]
 
     def _with_more_kept(self, sliced: PlanRun, plan: PlanRun) -> PlanRun:

@@ -123,6 +123,10 @@ class _OperationSearch(PlanSearch):
         self._divisions = BatchDivisionsToTry(self._plain, self._runs, self._bases, budget, allowed)
         self._step = self._bases.step
 
+    @property
+    def _ran(self) -> list[PlanRun]:
+        return self._divisions.left_to_memfit(super()._ran)
+
     def plan(self) -> ScriptPlan:
         """Return the fastest plan found, or why there is none."""
         if self._script.is_to_be_sharded(self._plain):
@@ -174,7 +178,9 @@ class _OperationSearch(PlanSearch):
         if self._runs.fits(run):
             return self._answer(chosen=run)
         if result.operations is None or self._plain.operations is None:
-            return self._unplanned(run)
+            tight = self._tight([])
+            smallest, reason = (run, _UNRECORDED) if tight is None else (None, "")
+            return self._answer(chosen=tight, smallest=smallest, reason=reason)
         start = self._bases.base(change, result, run)
         return self._combine(chain([start], offloaded if self._allowed.rounding else ()))
 
@@ -218,24 +224,26 @@ class _OperationSearch(PlanSearch):
         if found is None or found.time > self._allowed.slowdown:
             tight = self._tight(bases)
             if tight is not None and (found is None or tight.time <= self._allowed.slowdown):
-                return self._answer(chosen=self._left_to_memfit(tight, bases), bound=0.0)
+                return self._left_to_memfit(tight, bases, 0.0)
         if found is None:
-            return self._no_plan(min(self._ran, key=lambda run: run.needs.bytes))
+            return self._no_plan()
         times = [self._divisions.made_by_loop(base.run).time for base in bases]
         added = [base.change.parts * self._least(base) / self._step for base in bases]
-        bound = min(map(sum, zip(times, added, strict=True)))
-        chosen = self._left_to_memfit(found, bases)
-        return self._answer(chosen=chosen, bound=min(bound, chosen.time))
+        return self._left_to_memfit(found, bases, min(map(sum, zip(times, added, strict=True))))
 
-    def _left_to_memfit(self, found: PlanRun, bases: list[CheckpointingBase]) -> PlanRun:
-        """Return the fastest plan that leaves the script's loop as it is; ``found`` if none fits."""
-        if not is_made_by_loop(found):
-            return found
-        self._in_loop = self._divisions.made_by_loop(found)
-        chosen = self._divisions.leave_loop(found, bases, lambda: self._ran)
-        self._divisions.left, self._runs.chosen = [], None if is_made_by_loop(chosen) else chosen
-        best = self._search([base for base in bases if base.change.parts == 1])
-        return self._in_loop if best is None or best.time > self._allowed.slowdown else best
+    def _left_to_memfit(self, found: PlanRun, bases: list[CheckpointingBase], bound: float) -> ScriptPlan:
+        """Answer with the fastest plan that leaves the script's loop as it is; ``found`` if none fits."""
+        chosen: PlanRun | None = found
+        if is_made_by_loop(found):
+            self._in_loop = None if self._divisions.only_in_model else self._divisions.made_by_loop(found)
+            best = self._divisions.leave_loop(found, bases, lambda: [*self._ran, *self._runs.tried])
+            self._divisions.left, self._runs.chosen = [], None if is_made_by_loop(best) else best
+            chosen = self._search([base for base in bases if base.change.parts == 1])
+            if chosen is None or chosen.time > self._allowed.slowdown:
+                chosen = self._in_loop or chosen
+        return (
+            self._no_plan() if chosen is None else self._answer(chosen=chosen, bound=min(bound, chosen.time))
+        )
 
     def _search_roots(self, roots: Iterable[CheckpointingBase]) -> list[CheckpointingBase]:
         """Choose the fastest plan under some roots; return these, and the divisions of their batches."""
@@ -377,22 +385,14 @@ class _OperationSearch(PlanSearch):
             runs.make(plan, functools.partial(self._bases.relative, plan), operations=True)
         return tuple(runs.tried)
 
-    # ---- the answer ---------------------------------------------------------------------------------------
-
-    def _unplanned(self, smallest: PlanRun) -> ScriptPlan:
-        """Answer that memfit saw no step to plan: with what has run and is tight, if anything is."""
-        if (tight := self._tight([])) is not None:
-            return self._answer(chosen=tight)
-        return self._answer(smallest=smallest, reason=_UNRECORDED)
-
-    def _no_plan(self, smallest: PlanRun) -> ScriptPlan:
+    def _no_plan(self) -> ScriptPlan:
         """Answer that no plan fits: because none can, or because none that ran does."""
+        smallest = min(self._ran, key=lambda run: run.needs.bytes)
         floor = self._bases.floor()
         if floor is not None and floor.needs.bytes > self._budget:
             return self._answer_below(floor, smallest)
-        reason = self._refusal or why_smallest_exceeds_budget(
-            smallest, ways_tried(smallest, self._runs.tried)
-        )
+        ways = ways_tried(smallest, self._runs.tried)
+        reason = self._refusal or why_smallest_exceeds_budget(smallest, ways)
         return self._answer(smallest=smallest, reason=reason)
 
     def _completed(self, answer: ScriptPlan) -> ScriptPlan:

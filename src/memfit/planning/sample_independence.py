@@ -78,7 +78,7 @@ class _Kind(Enum):
     """How many samples, or tokens of samples, count: assumed to be alike in each micro-batch."""
 
 
-def why_samples_depend(whole: StepOperations, half: StepOperations) -> str:
+def why_samples_depend(whole: StepOperations, half: StepOperations, *, in_model: bool = False) -> str:
     """Return why samples depend on each other in a step, as a clause; empty if each is computed by itself.
 
     That is seen by the sizes of results. A step that exchanges samples within the batch, as mixup does,
@@ -88,6 +88,8 @@ def why_samples_depend(whole: StepOperations, half: StepOperations) -> str:
     Args:
         whole: the step.
         half: the same step with half the samples.
+        in_model: whether only what the model's calls compute counts: a loss outside it may combine samples,
+            and what the script passes to the model may be what the step before made of the same samples.
     """
     differentiated = _differentiated(whole)
     end = max(differentiated, default=-1) + 1  # what runs after the backward is in forward, too
@@ -97,19 +99,22 @@ def why_samples_depend(whole: StepOperations, half: StepOperations) -> str:
     carried = _learned_from(whole).intersection(whole.carried or ())
     for call in whole.calls:
         if call.parent < 0:
-            kinds |= dict.fromkeys(call.reads, _Kind.SAMPLES)
+            carried -= {*call.reads} if in_model else set()
+            kinds |= dict.fromkeys(call.reads, _Kind.SAMPLES) | dict.fromkeys(call.counts, _Kind.COUNT)
     for number, (operation, smaller) in enumerate(zip(whole.forward[:end], half.forward[:end], strict=True)):
         _learn_kinds(kinds, operation, smaller, whole, half)
-        if operation.mixed != smaller.mixed:
+        counts = operation.call >= 0 or not in_model
+        if counts and operation.mixed != smaller.mixed:
             return f"{_place(operation, whole)}, samples are combined with each other"
         if carried.intersection(operation.reads):
             return f"{_place(operation, whole)}, a step goes on from what the one before made of its samples"
         created = [whole.storages[storage] for storage in operation.creates]
-        growth = [_growth(*each) for each in zip(created, _created(smaller, half), strict=False)]
+        sizes = zip(created, _created(smaller, half), strict=False)
+        growth = [1 if operation.single and smaller.single else _growth(*each) for each in sizes]
         found, fault = _results(operation, [kinds[storage] for storage in operation.reads], growth, created)
-        if fault and number in differentiated:
+        if counts and fault and number in differentiated:
             return f"{_place(operation, whole)}, {fault}"
-        if _changes_a_constant(operation, kinds):
+        if counts and _changes_a_constant(operation, kinds):
             return f"{_place(operation, whole)}, samples change what outlives the step"
         kinds |= dict(zip(operation.creates, found, strict=False))
         if _Kind.SUM in [kinds[storage] for storage in operation.reads]:
@@ -270,7 +275,9 @@ class SampleComparison:
     """What two runs of a script show, one with whole batches and one with parts."""
 
     why: str = ""
-    """Why the samples are others, as a clause; empty if they are not."""
+    """Why an update cannot sum the gradients of parts of a batch, as a clause."""
+    in_model: str = ""
+    """Why the model's call cannot divide its batch either, as a clause."""
     assumed: str = ""
     """What memfit has not seen and assumes, as in ``DividedBatches``."""
 
@@ -289,18 +296,15 @@ def compare_steps_of_parts(
     found = compare_step_inputs(whole.samples or StepInputs(), parts.samples or StepInputs(), count)
     if found == SampleComparison() and whole.carried is None and not whole.compiled:
         found = SampleComparison(assumed=_ONE_STEP)
-    why = "" if independent else why_samples_depend(whole, parts) or why_loss_is_a_sum(whole, parts)
-    return replace(found, why=why or found.why)
+    if independent:
+        return found
+    depend = why_samples_depend(whole, parts)
+    why = depend or why_loss_is_a_sum(whole, parts) or found.why
+    return replace(found, why=why, in_model=depend and why_samples_depend(whole, parts, in_model=True))
 
 
 def compare_step_inputs(whole: StepInputs, parts: StepInputs, count: int) -> SampleComparison:
-    """Compare what a script fed its model with whole batches, and in parts.
-
-    Args:
-        whole: with whole batches.
-        parts: with batches in parts.
-        count: of the parts of a batch.
-    """
+    """Compare what a script fed its model with whole batches, and in ``count`` parts of each."""
     passes = list(zip(whole.drawn, parts.drawn, strict=False))
     if not all(_draw_the_same(*each) for each in passes):
         return SampleComparison("with smaller batches, its DataLoader draws other samples")

@@ -1,10 +1,12 @@
 """The script's own options that memory depends on, read from argparse and click when they parse ``sys.argv``.
 
-Only options whose name is in the table are kept: their names, and numbers or whether they are on.
+Where neither has one, words of the command line such as ``--batch_size=64`` (nanoGPT) or
+``trainer.batch_size=64`` (Hydra, OmegaConf) are taken as they are. Only options whose name is in the table
+are kept: their names, and numbers or whether they are on.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +51,8 @@ _NAMES = {
 _KNOWN = {name: purpose for purpose, names in _NAMES.items() for name in names}
 _RANK = {name: rank for rank, name in enumerate(_KNOWN)}
 _NUMBERS = (ScriptOptionPurpose.BATCH_SIZE, ScriptOptionPurpose.ACCUMULATION, ScriptOptionPurpose.PARTS)
+_HELD_OUT = {"eval", "evaluation", "test", "val", "valid", "validation"}
+"""Groups of settings that are not those of training."""
 _LOW = ("bf16", "bfloat16", "fp16", "float16")
 """Choices of an option that mean low precision."""
 
@@ -67,8 +71,11 @@ class ScriptOptionCollector:
         self._hooks.wrap_when_imported(_CLICK, parse_args=self._click)
 
     def found(self) -> tuple[ScriptOption, ...]:
-        """Return the options in the order of the table."""
-        return tuple(self._found[name] for name in sorted(self._found, key=_RANK.__getitem__))
+        """Return the options in the order of the table; of ``name=value`` words, those that no parser has."""
+        parsed = {option.purpose for option in self._found.values()}
+        assigned = {name: one for name, one in _assignments(sys.argv[1:]) if one.purpose not in parsed}
+        every = assigned | self._found
+        return tuple(every[name] for name in sorted(every, key=_RANK.__getitem__))
 
     def _argparse(self, original: Callable[..., Any], parser: Any, args: Any = None, *more: Any) -> Any:
         given = None if args is None else list(args)
@@ -102,6 +109,16 @@ class ScriptOptionCollector:
                 if (known := _with_value(option, value, plain=plain, choices=choices)) is not None:
                     self._found[name] = known
                     return
+
+
+def _assignments(words: Iterable[str]) -> Iterator[tuple[str, ScriptOption]]:
+    """Yield the numbers that ``name=value`` words set, by the name in the table: a dotted one's last part."""
+    for word in words:
+        spelling, _, value = word.partition("=")
+        *groups, last = spelling.lstrip("-+").replace("_", "-").lower().split(".")
+        purpose = _KNOWN.get(last)
+        if purpose in _NUMBERS and value.isdecimal() and int(value) and not _HELD_OUT.intersection(groups):
+            yield last, ScriptOption(purpose, (f"{spelling}=",), int(value))
 
 
 def _from_command_line(given: list[str] | None) -> bool:

@@ -72,6 +72,8 @@ class Operation:
     mixed: tuple[int, ...] = ()
     """Sizes of the dimensions along which it combines elements, of operations that keep their sizes: the
     sequences of an attention, the classes of a softmax, the time of a recurrent network."""
+    single: bool = False
+    """Whether its result is one number. Its storage may be larger: that of a GPU's ``mse_loss`` has terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class ModuleCall:
     last_saved: int
     """The first operation in ``forward`` that it need not run again to recompute what autograd saved in it,
     its submodules' included."""
+    counts: tuple[int, ...] = ()
+    """Of ``reads``, those of single integers, such as the number of tokens that transformers passes."""
 
 
 @dataclass(frozen=True, slots=True)

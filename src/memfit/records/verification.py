@@ -88,7 +88,7 @@ class Verification(PrintableResult):
     """None if those of the update under the plan were not counted, as where it changes no model."""
     command: tuple[str, ...]
     dropout: bool
-    """Whether the script's dropout was on. Micro-batches draw other numbers than the whole batch."""
+    """Whether the script's dropout was on. Parts of a batch draw other numbers than the whole batch."""
     planned_for: tuple[str, ...]
     """The command that the plan was made for."""
     versions: Mapping[str, str]

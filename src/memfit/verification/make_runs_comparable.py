@@ -1,7 +1,7 @@
 """Make runs comparable: plain gradients, no dropout, and the CPU in place of CUDA.
 
 Clipping and loss scaling act on what a batch sums up to, but a loop that knows no micro-batches does both
-after each of them. Micro-batches draw other numbers in dropout than the whole batch does. The CPU runs the
+after each of them. Parts of a batch draw other numbers in dropout than the whole batch does. The CPU runs the
 same operations, with its own kernels:
 
 model.to("cuda")                     the CPU
@@ -82,10 +82,11 @@ _DROPOUTS = Patch(
     why="switch dropout off",
 )
 _ATTENTION = Patch("torch.nn.functional", "scaled_dot_product_attention", why="switch dropout off")
-_POSITION = {"training": 2, "dropout_p": 4}
+_RECURRENT = Patch("torch.nn.modules.rnn:RNNBase", "__init__", why="switch dropout off")
+_POSITION = {"training": 2, "dropout_p": 4, "dropout": 7}
 """Of arguments that switch dropout off, where they are not named.
 
-Source: torch/nn/functional.py, PyTorch 2.14.1.
+Source: torch/nn/functional.py and torch/nn/modules/rnn.py, PyTorch 2.14.1.
 """
 
 
@@ -98,10 +99,11 @@ def switch_gradient_changes_off(hooks: InstalledHooks) -> None:
 
 
 def switch_dropout_off(hooks: InstalledHooks) -> None:
-    """Have PyTorch's dropouts, and that of attention, drop nothing."""
+    """Have PyTorch's dropouts, and those of attention and recurrent layers, drop nothing."""
     for name in _DROPOUTS.names:
         hooks.wrap(_DROPOUTS, name, _without("training", value=False))
     hooks.wrap(_ATTENTION, "scaled_dot_product_attention", _without("dropout_p", value=0.0))
+    hooks.wrap(_RECURRENT, "__init__", _without("dropout", value=0.0))
 
 
 def _norm(original: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001

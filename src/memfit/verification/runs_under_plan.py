@@ -59,7 +59,8 @@ def verify_plan(
         TargetError: the script, as written or under the plan, makes no update.
     """
     change = plan.change
-    dropout = change.micro_batches is None or not change.micro_batches.draws
+    draws = change.micro_batches is not None and change.micro_batches.draws
+    dropout = not draws and "batch_slices" not in change.plan
     with TemporaryFolder() as name:
 
         def run(what: str, change: Change) -> FirstUpdateRun:

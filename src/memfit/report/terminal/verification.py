@@ -91,7 +91,7 @@ def _details(result: Verification) -> Iterator[str]:
         yield from _operations(result.operations, on_cpu=result.device == "CPU")
     yield from _peaks(result)
     if not result.dropout:
-        yield "Dropout was off: micro-batches draw other numbers than the whole batch."
+        yield "Dropout was off: parts of a batch draw other numbers than the whole batch."
     if result.planned_for and result.planned_for != result.command:
         yield f"The plan was made for: {escaped(shlex.join(result.planned_for))}"
 

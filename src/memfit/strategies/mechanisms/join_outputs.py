@@ -5,8 +5,14 @@
     slice 2's output ──> token 2 ─┘
 
 ``torch.cat`` would hold all slices' outputs beside the whole.
+
+A dimension may have several rows for each sample: those of a sample together, or those of a time step.
+
+    sequences of 3 in 2 samples      aaabbb     ``view(-1, width)`` where samples come first
+                                     ababab     where sequences do
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +20,57 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from memfit.errors import UsageError
 
-Layout = tuple[int | None, ...]
-"""Of each output: the dimension along which its samples lie; None for what is no tensor."""
-OutputLayouts = dict[TreeSpec, Layout]
-"""By their containers: what earlier batches have shown of the outputs."""
+
+@dataclass(frozen=True, slots=True)
+class SamplesInOutput:
+    """Where the samples of a batch are in an output.
+
+    >>> place = SamplesInOutput(0, alternate=True)
+    >>> place.joined([torch.tensor([1, 2, 3]), torch.tensor([10, 20, 30])]).tolist()
+    [1, 10, 2, 20, 3, 30]
+    """
+
+    dim: int
+    """The dimension along which they lie."""
+    alternate: bool = False
+    """Whether it has a row of every sample before it has the next row of the first."""
+
+    def rows(self, output: torch.Tensor, samples: int, begin: int, count: int) -> torch.Tensor:
+        """Return a view of the rows of some of an output's samples."""
+        if self.alternate:
+            shape = *output.shape[: self.dim], -1, samples, *output.shape[self.dim + 1 :]
+            return output.view(shape).narrow(self.dim + 1, begin, count)
+        each = output.size(self.dim) // samples
+        return output.narrow(self.dim, begin * each, count * each)
+
+    def joined(self, singles: list[torch.Tensor]) -> torch.Tensor:
+        """Return the output of a batch of samples, from those of each alone."""
+        if self.alternate:
+            return torch.stack(singles, self.dim + 1).flatten(self.dim, self.dim + 1)
+        return torch.cat(singles, self.dim)
+
+
+Layout = tuple[SamplesInOutput | None, ...]
+"""Of each output: where its samples are; None for what is no tensor."""
+
+
+class OutputLayouts(dict[TreeSpec, Layout]):
+    """By their containers: what earlier batches have shown of the outputs.
+
+    Args:
+        alternate: whether rows of samples likely alternate where there are several of each: their values
+            show it, and shapes do not.
+    """
+
+    def __init__(self, *, alternate: bool = False) -> None:
+        super().__init__()
+        self.alternate = alternate
+
+    def place(self, first: torch.Tensor, other: torch.Tensor, samples: int, others: int) -> Any:
+        """Return where samples are in an output, by what ``samples_dimension`` is passed."""
+        dim = samples_dimension(first, other, samples, others)
+        alternate = dim is not None and self.alternate and first.size(dim) > samples
+        return None if dim is None else SamplesInOutput(dim, alternate)
 
 
 class JoinedOutputs:
@@ -66,13 +119,13 @@ class JoinedOutputs:
 
     def _layout(self, *, last: bool) -> Layout | None:
         """Return the layout of the outputs; None if what has been added does not show it yet."""
-        if self._spec in self._layouts:
+        if self._spec is not None and self._spec in self._layouts:
             return self._layouts[self._spec]
         (first, samples), (other, others) = self._waiting[0], self._waiting[-1]
         if samples == others and not last:
             return None
         found = tuple(
-            samples_dimension(*each, samples, others) if isinstance(each[0], torch.Tensor) else None
+            self._layouts.place(*each, samples, others) if isinstance(each[0], torch.Tensor) else None
             for each in zip(first, other, strict=True)
         )
         if samples != others and self._spec is not None:
@@ -82,8 +135,8 @@ class JoinedOutputs:
     def _begin(self, layout: Layout) -> None:
         leaves, samples = self._waiting[0]
         self._joined = [
-            leaf if dim is None else _JoinedTensor(leaf, dim, samples, self._samples)
-            for leaf, dim in zip(leaves, layout, strict=True)
+            leaf if place is None else _JoinedTensor(leaf, place, samples, self._samples)
+            for leaf, place in zip(leaves, layout, strict=True)
         ]
 
     def _store(self) -> None:
@@ -130,11 +183,10 @@ def samples_dimension(first: torch.Tensor, other: torch.Tensor, samples: int, ot
 class _JoinedTensor:
     """One output of the whole batch, filled slice by slice."""
 
-    def __init__(self, first: torch.Tensor, dim: int, samples: int, all_samples: int) -> None:
-        self.dim = dim
-        self._rows = first.size(dim) // samples  # of each sample
+    def __init__(self, first: torch.Tensor, place: SamplesInOutput, samples: int, all_samples: int) -> None:
+        self._place, self._samples = place, all_samples
         shape = [*first.shape]
-        shape[dim] = self._rows * all_samples
+        shape[place.dim] = first.size(place.dim) // samples * all_samples
         format_ = torch.contiguous_format
         if first.dim() == _IMAGES and _is_channels_last(first):
             format_ = torch.channels_last
@@ -144,14 +196,22 @@ class _JoinedTensor:
         self._begin = 0
         self._tokens: list[torch.Tensor] = []
 
+    def rows(self, whole: torch.Tensor, begin: int, samples: int) -> torch.Tensor:
+        """Return a view of the rows of some samples in the output, or in its gradient."""
+        return self._place.rows(whole, self._samples, begin, samples)
+
     def add(self, part: torch.Tensor, samples: int) -> None:
         """Copy the output of the next slice."""
-        length = samples * self._rows
         if part.requires_grad:
-            self._tokens.append(_Store.apply(part, self, self._begin, length, not self._tokens))
+            self._tokens.append(_Store.apply(part, self, self._begin, samples, not self._tokens))
         else:
-            self.tensor.narrow(self.dim, self._begin, length).copy_(part)
-        self._begin += length
+            self.store(part, self._begin, samples)
+        self._begin += samples
+
+    def store(self, part: torch.Tensor, begin: int, samples: int) -> None:
+        """Copy the output of a slice to its place."""
+        rows = self.rows(self.tensor, begin, samples)
+        rows.copy_(part.reshape(rows.shape))
 
     def whole(self) -> torch.Tensor:
         """Return the output, which nothing here holds any longer."""
@@ -173,15 +233,15 @@ class _Store(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: torch.Tensor, joined: _JoinedTensor, begin: int, length: int, is_first: bool
+        ctx: Any, part: torch.Tensor, joined: _JoinedTensor, begin: int, samples: int, is_first: bool
     ) -> torch.Tensor:
-        ctx.joined, ctx.place, ctx.is_first = joined, (joined.dim, begin, length), is_first
-        joined.tensor.narrow(*ctx.place).copy_(part)
+        ctx.joined, ctx.place, ctx.is_first, ctx.shape = joined, (begin, samples), is_first, part.shape
+        joined.store(part, begin, samples)
         return part.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        gradient = ctx.joined.gradient.narrow(*ctx.place)
+        gradient = ctx.joined.rows(ctx.joined.gradient, *ctx.place).reshape(ctx.shape)
         if ctx.is_first:  # and the last to run
             ctx.joined.gradient = None
         return gradient, None, None, None, None
