@@ -76,18 +76,19 @@ class ForwardOfRank(SlicedForward):
 
     def _share(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        call = self._rows_first({**dict(enumerate(args)), **kwargs})
-        samples = self._samples(call)
+        as_passed: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        samples = self._samples(self._rows_first(as_passed))
         if samples < ranks:  # every rank computes all of it
             return forward(*args, **kwargs)
-        self.around.expect_same("the batch", call)
-        passed = self.module.training, frozenset(name for name, each in call.items() if each is not None)
+        self.around.expect_same("the batch", as_passed)
+        given = frozenset(name for name, each in as_passed.items() if each is not None)
+        passed = self.module.training, given
         if passed not in self._rules:
             with _evaluating_batch_norms(self.module):
-                self._rules[passed] = self._learn(call, samples, len(args))
-        sizes = even_micro_batch_sizes(samples, ranks)
-        entered = tree_map_only(torch.Tensor, _entering, call)
-        own_args, own_kwargs = self._arguments(self._splitter.split(entered, sizes)[rank], len(args))
+                self._learn(passed, as_passed, samples, len(args))
+        sizes, dims = even_micro_batch_sizes(samples, ranks), self._dims[passed]
+        call = self._rows_first(tree_map_only(torch.Tensor, _entering, as_passed), dims)
+        own_args, own_kwargs = self._arguments(self._splitter.split(call, sizes)[rank], len(args), dims)
         with _random_numbers_of_rank(self.module, rank):
             leaves, spec = tree_flatten(self._on_slice(*own_args, **own_kwargs))
         if spec not in self._layouts:
