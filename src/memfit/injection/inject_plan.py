@@ -191,7 +191,9 @@ class _Injected:
             return
         if self.models.found and not self.models.are_final:
             raise UsageError("the script has put its models into others since it created their optimizer.")
-        if called is not None and called not in self.models.names.outermost():
+        from memfit.recording.module_names import called_module
+
+        if called is not None and called_module(called) not in self.models.names.outermost():
             raise UsageError("the script calls a part of its model.")
         if "optimizer_state" in strategies and _ENGINE in sys.modules:
             raise UsageError("the script uses memfit.Engine, which itself carries out optimizer_state.")
