@@ -187,6 +187,33 @@ def test_a_mean_whose_storage_has_its_terms_is_one_number():
     assert why_samples_depend(step(SAMPLES), step(SAMPLES // 2)) == ""
 
 
+class Counting(nn.Module):
+    """A model that returns its loss: a sum that it divides by a number of tokens that it is passed."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x, count):
+        return self.inner(x).square().sum() / count
+
+
+@pytest.mark.parametrize("of_samples", [False, True])
+def test_a_count_that_the_model_is_passed_is_no_sample(of_samples):
+    """transformers' Trainer passes the number of tokens in an update; other numbers may depend on samples."""
+
+    def step(samples):
+        model, x = Counting(), torch.randn(SAMPLES, WIDTH).double()[:samples]
+        divisor = x.mean() if of_samples else torch.tensor(SAMPLES * WIDTH)
+        recorder = StepOperationRecorder(model)
+        recorder.start()
+        model(x, divisor).backward()
+        return recorder.stop()
+
+    why = why_samples_depend(step(SAMPLES), step(SAMPLES // 2))
+    assert ("samples depend on a sum over all of them" in why) == of_samples
+
+
 def test_a_loop_over_the_samples_is_another_step_with_half_of_them():
     def loop(y, _):
         return sum(each.square().mean() for each in y) / len(y)
@@ -249,6 +276,8 @@ def test_what_a_step_makes_of_its_samples_must_not_decide_the_next():
     assert why_samples_depend(*(steps(each, decides=0) for each in (SAMPLES, SAMPLES // 2))) == ""
     carried = why_samples_depend(*(steps(each, decides=1) for each in (SAMPLES, SAMPLES // 2)))
     assert "a step goes on from what the one before made of its samples" in carried
+    whole, half = (steps(each, decides=1) for each in (SAMPLES, SAMPLES // 2))
+    assert why_samples_depend(whole, half, in_model=True) == carried  # the loss has it from elsewhere
     recorder = StepOperationRecorder(model)
     recorder.start()
     model(x).mean().backward()

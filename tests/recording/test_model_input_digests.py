@@ -2,6 +2,7 @@
 
 import pytest
 
+from memfit.planning.carry_out_in_slices import dimension_of_samples
 from memfit.planning.sample_independence import compare_steps_of_parts, why_samples_depend
 from memfit.records import Change, DividedBatches
 from memfit.run.options import RunOptions
@@ -31,10 +32,8 @@ from support.fed_scripts import (
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
 
 
-def compared(folder, script):
-    """Run a script with whole batches and with halves; return what their samples and operations show."""
-    path = folder / "train.py"
-    write(path, script)
+def steps(path):
+    """Run a script with whole batches and with halves; return what steps of both record."""
 
     def run(*arguments, parts=1):
         options = RunOptions()
@@ -44,8 +43,51 @@ def compared(folder, script):
         result = run_trial(run, lambda _: None)
         return result.operations
 
-    whole, parts = run(), run("4", parts=2)
+    return run(), run("4", parts=2)
+
+
+def compared(folder, script):
+    """Return what the samples and the operations of a script show."""
+    path = folder / "train.py"
+    write(path, script)
+    whole, parts = steps(path)
     return compare_steps_of_parts(whole, parts, 2, independent=True), why_samples_depend(whole, parts)
+
+
+STATEFUL = """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.rnn = token, nn.LSTM(64, 64)
+        def forward(self, x, state):
+            result, state = self.rnn(self.token(x), state)
+            return result.flatten(0, 1), state
+    model, criterion = Model().cuda(), nn.MSELoss()
+    state = [torch.zeros(1, size, 64, device="cuda") for _ in range(2)]
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in torch.arange(640).remainder(100).reshape(size, -1).t().split(5):
+        result, state = model(x.cuda(), [each.detach() for each in state])
+        criterion(result, torch.zeros_like(result)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_state_that_the_script_passes_is_divided_with_the_batch_in_the_model_s_call(tmp_path):
+    """As in word_language_model: the loop must not divide such batches, and slices along dimension 1 may."""
+    path = tmp_path / "train.py"
+    write(path, STATEFUL)
+    whole, parts = steps(path)
+    assert "a step goes on from what the one before made" in why_samples_depend(whole, parts)
+    assert why_samples_depend(whole, parts, in_model=True) == ""
+    assert dimension_of_samples(whole.samples, parts.samples, 2) == 1
+
+
+@pytest.mark.parametrize("begin", ["self.memory = None", "self.memory = torch.zeros(size, 16).cuda()"])
+def test_state_that_the_model_keeps_is_not(tmp_path, begin):
+    path = tmp_path / "train.py"
+    write(path, REMEMBERED.format(begin=begin))
+    assert "a step goes on from" in why_samples_depend(*steps(path), in_model=True)
 
 
 @pytest.mark.parametrize(

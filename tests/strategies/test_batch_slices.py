@@ -96,6 +96,12 @@ CASES = {
         layers=lambda: {"rnn": nn.GRU(WIDTH, WIDTH, 2)},
         dim=1,
     ),
+    "a state whose samples lie along another dimension": Case(
+        lambda s, x, state: s.rnn(x, state),
+        lambda n: (torch.randn(n, 5, WIDTH), (torch.randn(2, n, WIDTH), torch.randn(2, n, WIDTH))),
+        loss=lambda out: out[0].square().mean() + out[1][0].sum(),
+        layers=lambda: {"rnn": nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)},
+    ),
     "sequences first, folded by sample": Case(
         lambda s, x: s.logits(x).transpose(0, 1).flatten(0, 1),
         lambda n: (torch.randn(5, n, WIDTH),),

@@ -88,7 +88,8 @@ def why_samples_depend(whole: StepOperations, half: StepOperations, *, in_model:
     Args:
         whole: the step.
         half: the same step with half the samples.
-        in_model: whether only what the model's calls compute counts: a loss outside it may combine samples.
+        in_model: whether only what the model's calls compute counts: a loss outside it may combine samples,
+            and what the script passes to the model may be what the step before made of the same samples.
     """
     differentiated = _differentiated(whole)
     end = max(differentiated, default=-1) + 1  # what runs after the backward is in forward, too
@@ -98,7 +99,8 @@ def why_samples_depend(whole: StepOperations, half: StepOperations, *, in_model:
     carried = _learned_from(whole).intersection(whole.carried or ())
     for call in whole.calls:
         if call.parent < 0:
-            kinds |= dict.fromkeys(call.reads, _Kind.SAMPLES)
+            carried -= {*call.reads} if in_model else set()
+            kinds |= dict.fromkeys(call.reads, _Kind.SAMPLES) | dict.fromkeys(call.counts, _Kind.COUNT)
     for number, (operation, smaller) in enumerate(zip(whole.forward[:end], half.forward[:end], strict=True)):
         _learn_kinds(kinds, operation, smaller, whole, half)
         counts = operation.call >= 0 or not in_model

@@ -93,12 +93,12 @@ class ModelInputRecorder:
             tuple(self._shapes[:_MOST_TENSORS]),
         )
 
-    def passes(self, passed: Any) -> None:
-        """Note what the model is passed: it is about to be called."""
+    def passes(self, passed: Any, *, is_model: bool = True) -> None:
+        """Note what the model is passed, or another module such as the loss: it is about to be called."""
         with without_dispatch_modes():
             for leaf in tree_leaves(passed):
                 if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
-                    self._shapes.append(tuple(leaf.shape))
+                    self._shapes += [tuple(leaf.shape)] * is_model
                     self._pass(leaf)
 
     def _pass(self, tensor: torch.Tensor) -> None:

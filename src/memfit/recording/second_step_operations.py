@@ -111,7 +111,7 @@ class SecondStepRecorder:
                 self._recorder.start()
             if not self._is_inside and self._recorder is not None:
                 self._is_inside = True
-                self._samples.passes((args, kwargs))
+                self._samples.passes((args, kwargs), is_model=module is self._model)
                 try:
                     return original(module, *args, **kwargs)
                 finally:

@@ -113,7 +113,8 @@ class StepOperationRecorder:
         parent = self._open[-1] if self._open else -1
         self._open.append(len(self._calls))
         reads, now, saved = self._storages.of(passed), len(self._forward), len(self._saved_storages)
-        self._calls.append(ModuleCall(path, kind, parent, now, now, reads, (), saved, saved, now))
+        counts = self._storages.of([each for each in passed if _is_count(each)])
+        self._calls.append(ModuleCall(path, kind, parent, now, now, reads, (), saved, saved, now, counts))
 
     def _leave(self, *_: Any) -> None:
         if _in_backward() or not self._open:
@@ -315,6 +316,11 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
                 yield from _plain(part)
     elif tensor.layout is torch.strided:
         yield tensor
+
+
+def _is_count(passed: object) -> bool:
+    """Return whether something that a module is passed is one integer."""
+    return isinstance(passed, torch.Tensor) and passed.numel() == 1 and not passed.is_floating_point()
 
 
 def _in_backward() -> bool:

@@ -99,6 +99,8 @@ class ModuleCall:
     last_saved: int
     """The first operation in ``forward`` that it need not run again to recompute what autograd saved in it,
     its submodules' included."""
+    counts: tuple[int, ...] = ()
+    """Of ``reads``, those of single integers, such as the number of tokens that transformers passes."""
 
 
 @dataclass(frozen=True, slots=True)

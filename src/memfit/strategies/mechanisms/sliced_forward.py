@@ -51,6 +51,8 @@ class SlicedForward(WrappedForward):
         self._layouts = OutputLayouts(alternate=around.dim > 0)
         self._rules: dict[Any, LossRule | None] = {}
         """How the model's loss is divided, by which arguments are passed; None if it returns none."""
+        self._dims: dict[Any, Mapping[Any, int]] = {}
+        """By the same: arguments whose samples lie along another dimension, such as a recurrent state."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward in slices, if a backward may follow.
@@ -61,7 +63,8 @@ class SlicedForward(WrappedForward):
         forward = self.__wrapped__
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        call = self._rows_first({**dict(enumerate(args)), **kwargs})
+        as_passed: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        call = self._rows_first(as_passed)
         samples = self._samples(call)
         sizes = even_micro_batch_sizes(samples, self.around.count) if samples else []
         if not sizes[1:]:
@@ -69,18 +72,19 @@ class SlicedForward(WrappedForward):
         expect_independent_layers(self.module)
         passed = self.module.training, frozenset(name for name, each in call.items() if each is not None)
         if passed not in self._rules:
-            self._rules[passed] = self._learn(call, samples, len(args))
-        rule = self._rules[passed]
+            self._learn(passed, as_passed, samples, len(args))
+        rule, dims = self._rules[passed], self._dims[passed]
+        call = self._rows_first(as_passed, dims)
         if rule is not None:
             call, inputs = _with_leaves(call)
             parts = self._splitter.split(call, sizes)
-            calls = [self._call(part, len(args)) for part in parts]
+            calls = [self._call(part, len(args), dims) for part in parts]
             return LossOfSlices(self.module, calls, sizes, self._layouts, rule, inputs).output()
         outputs, forward = JoinedOutputs(self._layouts, samples), self._on_slice
         chain = ChainedAliases(self.module) if can_be_replaced(self.module) else None
         for number, part in enumerate(self._splitter.split(call, sizes)):
             own = forward if chain is None else _under(chain.of_next_slice(), self.module, forward)
-            own_args, own_kwargs = self._arguments(part, len(args))
+            own_args, own_kwargs = self._arguments(part, len(args), dims)
             is_kept = number >= len(sizes) - self.around.kept
             outputs.add(
                 own(*own_args, **own_kwargs) if is_kept else self._again.run_again(own, own_args, own_kwargs),
@@ -88,24 +92,42 @@ class SlicedForward(WrappedForward):
             )
         return outputs.whole()
 
-    def _learn(self, call: dict[Any, Any], samples: int, positional: int) -> LossRule | None:
+    def _learn(self, passed: Any, call: dict[Any, Any], samples: int, positional: int) -> None:
+        """Learn what the model returns, and along which dimensions samples of its arguments lie."""
+        others = _other_dimensions(call, samples, self.around.dim)
+        try:
+            self._rules[passed] = self._rule(call, samples, positional, {})
+            self._dims[passed] = {}
+        except UsageError as error:
+            if not others:
+                raise
+            self._splitter = BatchSplitter(advice=ADVICE)  # the other knows these arguments as shared
+            try:
+                self._rules[passed] = self._rule(call, samples, positional, others)
+            except UsageError:
+                raise error from None
+            self._dims[passed] = others
+
+    def _rule(
+        self, call: dict[Any, Any], samples: int, positional: int, dims: Mapping[Any, int]
+    ) -> LossRule | None:
         """Learn what the model returns from two samples of the batch."""
-        call, inputs = _with_leaves(call)
+        call, inputs = _with_leaves(self._rows_first(call, dims))
         one, two, *_ = self._splitter.split(call, [1] * samples)
         pair, *_ = self._splitter.split(call, [2] + [1] * (samples - 2))
         whole = set(map(id, tree_leaves(call)))
         shared = [each for each in tree_leaves(one) if id(each) in whole]
-        calls = [self._call(part, positional) for part in (pair, one, two)]
+        calls = [self._call(part, positional, dims) for part in (pair, one, two)]
         return learn_outputs(self.module, calls, [leaf for _, leaf in inputs], shared, self._layouts)
 
-    def _call(self, part: dict[Any, Any], positional: int) -> Callable[[], Any]:
+    def _call(self, part: dict[Any, Any], positional: int, dims: Mapping[Any, int]) -> Callable[[], Any]:
         """Return the forward on a part of a batch."""
-        args, kwargs = self._arguments(part, positional)
+        args, kwargs = self._arguments(part, positional, dims)
         return partial(self._on_slice, *args, **kwargs)
 
     def _on_slice(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward on a slice: contiguous, as recurrent layers on a GPU need their state."""
-        if self.around.dim:
+        if self.around.dim or any(self._dims.values()):
             args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
         return self.__wrapped__(*args, **kwargs)
 
@@ -129,20 +151,36 @@ class SlicedForward(WrappedForward):
             f"batch_slices: the model is passed no tensor, and memfit cannot divide its arguments. {ADVICE}"
         )
 
-    def _arguments(self, part: dict[Any, Any], positional: int) -> tuple[list[Any], dict[str, Any]]:
+    def _arguments(
+        self, part: dict[Any, Any], positional: int, dims: Mapping[Any, int]
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments of one slice as the forward takes them."""
-        own = self._rows_first(part)
+        own = self._rows_first(part, dims)
         return [own.pop(index) for index in range(positional)], own
 
-    def _rows_first(self, call: dict[Any, Any]) -> dict[Any, Any]:
+    def _rows_first(self, call: dict[Any, Any], dims: Mapping[Any, int] = {}) -> dict[Any, Any]:
         """Exchange the dimension along which samples lie with the first, in arguments that have it."""
-        dim = self.around.dim
-        if dim == 0:
-            return call
-        exchanged: dict[Any, Any] = tree_map_only(
-            torch.Tensor, lambda each: each.transpose(0, dim) if each.dim() > dim else each, call
-        )
-        return exchanged
+
+        def exchange(name: Any, argument: Any) -> Any:
+            if not (dim := dims.get(name, self.around.dim)):
+                return argument
+            return tree_map_only(
+                torch.Tensor, lambda each: each.transpose(0, dim) if each.dim() > dim else each, argument
+            )
+
+        return {name: exchange(name, argument) for name, argument in call.items()}
+
+
+def _other_dimensions(call: Mapping[Any, Any], samples: int, usual: int) -> dict[Any, int]:
+    """Return the only dimension with a row for each sample, of arguments where it is not the usual one."""
+    found = {}
+    for name, argument in call.items():
+        shapes = [each.shape for each in tensors_in_object(argument) if each.dim()]
+        common = range(min(map(len, shapes), default=0))
+        dims = [dim for dim in common if all(shape[dim] == samples for shape in shapes)]
+        if len(dims) == 1 and dims[0] != usual:
+            found[name] = dims[0]
+    return found
 
 
 def _with_leaves(call: dict[Any, Any]) -> tuple[dict[Any, Any], list[tuple[torch.Tensor, torch.Tensor]]]:
