@@ -19,6 +19,7 @@ from memfit.patching.after_import import call_after_import
 from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.run.run_script_as_python import print_exception_as_python_does, run_script_as_main
 from memfit.script_training.plan_application_watcher import CONF, PlanApplicationWatcher
+from memfit.script_training.save_models_without_plan import save_models_without_plan
 from memfit.termination_signals import INTERRUPTED
 from memfit.versions import __version__
 from memfit.watching.prediction import PlannedPeak
@@ -56,6 +57,7 @@ def main() -> None:
         os.environ[CONF] = change.allocator
     inject_change(InjectionSettings(change, silent=False, strict=True), outcome.report)
     call_after_import("torch", outcome.watch_steps)
+    call_after_import("torch", save_models_without_plan)
     call_after_import("torch", _watch(settings, plan, command, whole=not outcome.left_out).start)
     try:
         run_script_as_main(command + change.arguments, module=settings.module)
