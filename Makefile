@@ -16,6 +16,7 @@ C_FOLDERS := src tests
 
 demo: $(READY)  # a GPT of GPT-2 small's size runs out of a small card's memory; a plan makes it fit
 	$(BIN)/memfit dry-run --memory 6GiB examples/gpt.py
+	$(BIN)/memfit compare --memory 6GiB examples/gpt.py
 	$(BIN)/memfit plan --budget 5GiB -o $(VENV)/plan.json examples/gpt.py
 	$(BIN)/memfit dry-run --memory 6GiB --plan $(VENV)/plan.json examples/gpt.py
 	$(BIN)/memfit verify --plan $(VENV)/plan.json examples/gpt.py --context 64

@@ -1,12 +1,12 @@
 """Rows of ``memfit compare``: closed forms, and scripts that follow a row by hand, to the byte."""
 
+import json
 import textwrap
 
 import pytest
 
 import memfit
-from memfit.analysis import strategy_comparison
-from memfit.api import compare_strategies
+from memfit.planning.strategies_to_compare import strategies_to_compare
 from support import warm_process
 
 pytestmark = [pytest.mark.process, pytest.mark.warm]
@@ -47,7 +47,7 @@ STATE = 2 * PARAMETERS
 """Bytes of Adam's two averages."""
 STEP = 512
 """Bytes of the block that counts the updates of a parameter: on the GPU, where Adam is fused."""
-NAMES = ("as written", "DDP", "DDP + checkpointing", "ZeRO-1", "FSDP2")
+NAMES = ("DDP", "DDP + checkpointing", "ZeRO-1", "FSDP2")
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +55,9 @@ def rows(tmp_path_factory):
     """Return rows of a comparison for four ranks, by name."""
     script = tmp_path_factory.mktemp("compare") / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    every = strategy_comparison.strategies_to_compare
-
-    def some(world_size, **options):
-        return (one for one in every(world_size, **options) if one.name in NAMES)
-
-    with pytest.MonkeyPatch.context() as patch, warm_process.scripts():
-        patch.setattr(compare_strategies, "strategies_to_compare", some)
-        return {run.name: run for run in memfit.compare(script, nproc=RANKS, gpu="H100").runs}
+    with warm_process.scripts():
+        found = memfit.compare(script, nproc=RANKS, gpu="H100", rows=NAMES)
+    return {run.name: run for run in found.runs}
 
 
 def allocated(row):
@@ -117,3 +112,32 @@ def test_a_script_that_follows_a_row_needs_what_the_row_says(rows, dry_run, name
     assert run.code == 0, run.err
     assert run.answer["peak"]["process"] == row.needs.bytes
     assert run.answer["peak"]["allocated"] == row.peak.allocated.most
+
+
+ONE_GPU = ("precision", "slices", "optimizer state offloaded", "bf16 + 2 slices + checkpointing")
+
+
+def test_rows_of_one_gpu_need_what_the_script_needs_under_their_plans_and_are_forks(tmp_path, dry_run):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    forks = {}
+    with warm_process.scripts():
+        found = memfit.compare(
+            script,
+            gpu="H100",
+            rows=ONE_GPU,
+            on_progress=lambda now: forks.update({now.trying: now.forked}),
+        )
+    names = [run.name for run in found.runs]
+    assert names == ["as written", "bf16", "fp16", "2 slices", "4 slices", *ONE_GPU[2:]]
+    assert {name.partition(" (")[0] for name, forked in forks.items() if not forked} == {"as written"}
+    plans = {one.name: one.change.plan for one in strategies_to_compare(1)}
+    for run in found.runs[1:]:
+        plan = tmp_path / "plan.json"
+        plan.write_text(json.dumps({"plan": plans[run.name]}))
+        under = dry_run(SCRIPT, options=("--plan", str(plan), "--gpu", "H100"))
+        assert under.answer["peak"]["allocated"] in (run.peak.allocated.least, run.peak.allocated.most)
+        assert run.time > 0
+    as_written, bf16, fp16, two, four, *_ = found.runs
+    assert as_written.time == 1.0 < two.time < four.time  # at least 5 us per kernel
+    assert fp16.peak.allocated.most - bf16.peak.allocated.most in range(4 * 512 + 1)  # the scale

@@ -50,10 +50,12 @@ SCRIPT = """
 FSDP2 = """for part in [*model.blocks, model]:
         fully_shard(part, OWN)"""
 DDP = "model = DistributedDataParallel(model, OWN)"
+GROUPS = ("checkpointing", "offload", "sharding")
+CHECKPOINTING = ("checkpointing", "checkpointing (every 2nd)", "checkpointing (products kept)")
 ROWS = {
     FSDP2: (
         "as written",
-        "checkpointing",
+        *CHECKPOINTING,
         "checkpointing + offload",
         "reshard_after_forward=True",
         "reshard_after_forward=True + checkpointing",
@@ -64,7 +66,7 @@ ROWS = {
     ),
     DDP: (
         "as written",
-        "checkpointing",
+        *CHECKPOINTING,
         "offload",
         "checkpointing + offload",
         "ZeRO-1",
@@ -95,7 +97,7 @@ def compared(tmp_path_factory):
             file = tmp_path_factory.mktemp("compare") / "train.py"
             file.write_text(script(shard))
             with warm_process.scripts():
-                found[shard] = memfit.compare(file, nproc=RANKS, gpu="H100")
+                found[shard] = memfit.compare(file, nproc=RANKS, gpu="H100", rows=GROUPS)
         return found[shard]
 
     return compare
@@ -137,7 +139,7 @@ def test_an_option_that_the_script_has_is_no_row(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(script(FSDP2, "reshard_after_forward=False, offload_policy=CPUOffloadPolicy()"))
     with warm_process.scripts():
-        found = memfit.compare(file, nproc=RANKS, gpu="H100")
+        found = memfit.compare(file, nproc=RANKS, gpu="H100", rows=["sharding"])
     assert [run.name for run in found.runs if run.own_sharding] == [
         "reshard_after_forward=True",
         "reshard_after_forward=True + checkpointing",

@@ -29,7 +29,9 @@ def test_the_readme_shows_what_its_commands_print(tmp_path):
     (tmp_path / "examples").mkdir()
     shutil.copy(ROOT / "examples/gpt.py", tmp_path / "examples")
     runs = list(shown_runs())
-    assert [arguments[0] for arguments, _ in runs] == ["dry-run", "plan", "dry-run", "verify", "train"]
+    assert [arguments[0] for arguments, _ in runs] == [
+        *("dry-run", "compare", "plan", "dry-run", "verify", "train")
+    ]
     for arguments, shown in runs:
         command = [sys.executable, "-m", "memfit", *arguments]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

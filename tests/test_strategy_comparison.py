@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,11 +10,23 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from memfit.analysis.strategy_comparison import strategies_to_compare
 from memfit.analysis.trial_result import TrialResult
 from memfit.api import compare_strategies
-from memfit.errors import TargetError
-from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd, ShardingCalls, StrategyComparison
+from memfit.devices import find_device
+from memfit.errors import TargetError, UsageError
+from memfit.planning.strategies_to_compare import strategies_to_compare
+from memfit.records import (
+    Action,
+    DeviceUse,
+    Figure,
+    ModuleCall,
+    Operation,
+    Provenance,
+    ScriptEnd,
+    ShardingCalls,
+    StepOperations,
+    StrategyComparison,
+)
 from memfit.report.public_json import public_json_type, result_to_json
 from memfit.report.terminal.strategy_comparison import print_strategy_comparison
 from memfit.trials import rank_runs
@@ -24,10 +37,31 @@ EXACT = Provenance.EXACT
 DEVICE = DeviceUse("A100-80GB", Figure(1000 * MIB, EXACT), Figure(100 * MIB, EXACT), 0)
 NCCL = Figure(10 * MIB, Provenance.ASSUMED)
 DDP = ShardingCalls("DDP", "DistributedDataParallel", ("train.py:2",), ({"gradient_as_bucket_view": True},))
+NO_TIME = "\N{EN DASH}"
 NOT_POSSIBLE = ScriptEnd("refused", 0, "Net has no blocks")
 
 
-def run_of(mebibytes, *, nccl=None, shares=(), models=("Net (optimizer: train.py:3)",), stream=0, own=()):
+def operation(*, flops, dtype):
+    return Operation(
+        "aten.mm.default", 0, -1, (), (0,), (), flops, 0, dtype, random=False, seconds=0, allocated=0
+    )
+
+
+def step_of(*forward, saved=0):
+    call = ModuleCall("", "Net", -1, 0, 1, (), (0,), 0, 1, 0)
+    return StepOperations((saved,), (call,), forward, ())
+
+
+def run_of(
+    mebibytes,
+    *,
+    nccl=None,
+    shares=(),
+    models=("Net (optimizer: train.py:3)",),
+    stream=0,
+    own=(),
+    operations=None,
+):
     """Return the result of a run that allocates so much, in a process of 100 MiB more."""
     size = mebibytes * MIB
     history = [(Action.SEGMENT_ALLOC, BASE, size), (Action.ALLOC, BASE, size)]
@@ -35,7 +69,9 @@ def run_of(mebibytes, *, nccl=None, shares=(), models=("Net (optimizer: train.py
         history = [*history, (Action.SEGMENT_ALLOC, BASE + size, 2 * MIB, stream)]
         history = [*history, (Action.ALLOC, BASE + size, 2 * MIB, stream)]
     device = replace(DEVICE, total=Figure(1 << 40, EXACT), nccl=nccl)
-    return TrialResult(trace_of(history, device=device, versions={"torch": "2.14.1"}), models, shares, own)
+    return TrialResult(
+        trace_of(history, device=device, versions={"torch": "2.14.1"}), models, shares, own, operations
+    )
 
 
 @pytest.fixture
@@ -43,10 +79,10 @@ def compare(monkeypatch):
     """Return a function that compares strategies given the results of runs; ``made`` lists the runs."""
     made = []
 
-    def compare(results, nproc=4, nnodes=1):
+    def compare(results, nproc=4, nnodes=1, rows=()):
         def trial_runner(_command, options, _on_progress, **_standby):
             def run(change, what):
-                name = what.partition(" (")[0]
+                name = re.sub(r" [(]\d+ of \d+[)]$", "", what)
                 made.append((name, options.rank.rank, change.finish_late))
                 result = results(name, options.rank, change.finish_late)
                 if result is KeyboardInterrupt:
@@ -60,7 +96,7 @@ def compare(monkeypatch):
         monkeypatch.setattr(
             compare_strategies, "resolve_ghost_settings", lambda _: SimpleNamespace(device=DEVICE)
         )
-        found = compare_strategies.compare("train.py", nproc=nproc, nnodes=nnodes)
+        found = compare_strategies.compare("train.py", nproc=nproc, nnodes=nnodes, rows=rows)
         return found, {run.name: run for run in found.runs}
 
     compare.made = made
@@ -75,6 +111,10 @@ def test_each_row_says_what_its_run_needs_and_whether_that_fits(compare):
     assert rows["checkpointing"].needs.bytes == 200 * MIB
     assert rows["checkpointing"].change == -850 * MIB
     assert rows["checkpointing"].plan == ("memfit.Checkpointing()",)
+    assert rows["bf16 + 2 slices"].plan == (
+        "memfit.BatchSlices(count=2)",
+        "memfit.Precision(dtype='bf16')",
+    )
     assert rows["checkpointing + offload"].plan == (
         "memfit.Checkpointing()",
         "memfit.Offload(what='inputs')",
@@ -101,7 +141,7 @@ def test_where_streams_race_a_second_run_gives_the_range(compare):
 
 def test_ranks_that_hold_the_same_are_run_once(compare):
     compare(lambda *_: run_of(100))
-    assert len(compare.made) == 16
+    assert len(compare.made) == len(list(strategies_to_compare(4)))
     assert {made[:2] for made in compare.made if made[0].startswith(("DDP", "FSDP2"))} == {
         (one.name, 1) for one in strategies_to_compare(4) if one.name.startswith(("DDP", "FSDP2"))
     }
@@ -132,6 +172,44 @@ def test_a_script_that_trains_on_several_gpus_itself_runs_on_each_rank(compare):
     assert rows["as written"].needs.bytes == 410 * MIB  # with NCCL's 10
 
 
+def test_rows_are_chosen_by_their_names_and_by_groups_of_them(compare):
+    _, rows = compare(lambda *_: run_of(100), nproc=1, rows=["bf16", "optimizer"])
+    assert list(rows) == [
+        *("as written", "bf16", "step in backward", "optimizer state offloaded", "8-bit optimizer state")
+    ]
+    with pytest.raises(
+        UsageError, match=r"there is no row 'bf17'. Groups of rows: precision, slices, .*4 slices"
+    ):
+        compare(lambda *_: run_of(100), nproc=1, rows=["bf17"])
+    assert len(compare.made) == len(rows)
+
+
+def test_a_script_that_computes_in_half_precision_itself_gets_no_other(compare):
+    product = operation(flops=10, dtype="float16")
+    found, rows = compare(lambda *_: run_of(100, operations=step_of(product)), nproc=1)
+    refused = {name for name, row in rows.items() if row.reason == "the script itself computes in float16"}
+    assert refused == {name for name in rows if name.startswith(("bf16", "fp16"))} != set()
+    assert not any(made[0] in refused for made in compare.made)
+    assert "bf16 + 2 slices + checkpointing: the script itself computes in float16.\n" in printed(found)
+
+
+def test_times_are_those_of_the_recorded_operations_and_of_copies(compare):
+    card, saved = find_device("A100-80GB"), 1 << 30
+    seconds = {"as written": 1, "bf16": 0.5, "2 slices": 2}
+
+    def results(name, *_):
+        matmul = operation(flops=round(card.rate("fp32") * seconds.get(name, 1)), dtype="float32")
+        return run_of(100, operations=step_of(matmul, saved=saved))
+
+    _, rows = compare(results, nproc=1)
+    assert {name: round(rows[name].time, 6) for name in seconds} == seconds
+    copies = 2 * saved / card.host_bandwidth
+    assert rows["offload"].time == pytest.approx(1 + copies)
+    assert rows["checkpointing + offload"].time is None  # which inputs wait on the host is not recorded
+    assert rows["optimizer state offloaded"].time is None  # the peak has no state
+    assert not any(row.time for row in compare(results)[1].values() if "DDP" in row.name)
+
+
 def test_an_option_that_fails_does_not_stand_for_the_others(compare):
     fails = "gradient_as_bucket_view=True"
     own = replace(DDP, others=({"static_graph": True},))
@@ -147,7 +225,7 @@ def test_an_option_that_fails_does_not_stand_for_the_others(compare):
 
 def test_a_script_that_shards_itself_in_another_way_is_compared_with_no_sharding(compare):
     found, rows = compare(lambda *_: run_of(100, nccl=NCCL))
-    assert list(rows) == ["as written", "checkpointing", "offload", "checkpointing + offload"]
+    assert not any(name.startswith(("DDP", "ZeRO", "FSDP2")) for name in rows)
     assert "To train with an option" not in printed(found)
 
 
@@ -156,7 +234,8 @@ def test_what_cannot_be_applied_is_not_tried_again_with_more(compare):
         return NOT_POSSIBLE if "checkpointing" in name else run_of(100)
 
     _, rows = compare(results)
-    assert [made[0] for made in compare.made if "checkpointing" in made[0]] == ["checkpointing"]
+    alone = [name for name in rows if name.startswith("checkpointing (")]
+    assert [made[0] for made in compare.made if "checkpointing" in made[0]] == ["checkpointing", *alone]
     assert {rows[name].reason for name in rows if "checkpointing" in name} == {"Net has no blocks"}
     assert rows["DDP + checkpointing"].peak is None
 
@@ -179,7 +258,7 @@ def test_a_script_that_fails_as_written_is_not_compared(compare):
 def test_an_interrupted_comparison_keeps_its_rows(compare):
     found, rows = compare(lambda name, *_: KeyboardInterrupt if name == "DDP" else run_of(100))
     assert found.interrupted
-    assert list(rows) == ["as written", "checkpointing", "offload", "checkpointing + offload"]
+    assert list(rows) == [one.name for one in strategies_to_compare(1)]
     assert "Interrupted: the other strategies were not tried." in printed(found)
 
 
@@ -198,11 +277,14 @@ def test_the_table_has_the_figures_and_what_to_write(compare):
     found, _ = compare(lambda name, *_: NOT_POSSIBLE if "checkpointing" in name else run_of(100))
     text = printed(found)
     lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert lines["DDP"][1:] == ["100.00", "MiB", "exact", "200.00", "MiB", "1", "fits", "setup"]
-    assert lines["DDP + checkpointing"][-2:] == ["not", "possible"]
-    assert "Not possible: checkpointing, checkpointing + offload, DDP + checkpointing" in text
+    numbers = ["200.00", "MiB", "██████████", "100.00", "MiB", "exact", "100.00", "MiB"]
+    assert lines["DDP"][1:] == [*numbers, NO_TIME, "bit", "for", "bit", "1", "fits"]
+    assert lines["DDP + checkpointing"][-1] == NO_TIME
+    assert "Not possible: checkpointing, checkpointing (every 2nd), checkpointing (products kept)," in text
     assert text.count("Net has no blocks") == 1
-    assert "    DDP + offload     [memfit.Offload(), memfit.Sharding(mode='ddp')]\n" in text
+    assert re.search(
+        r"    DDP [+] offload +\[memfit[.]Offload[(][)], memfit[.]Sharding[(]mode='ddp'[)]\]\n", text
+    )
     assert "torch.distributed.init_process_group()" in text
     assert "Every rank trains on batches of the script's own size." in text
 
@@ -216,7 +298,7 @@ def test_a_script_with_a_sharding_of_its_own_is_told_what_to_add_to_it(compare):
         "\nTo train with an option of DDP, pass it in each call of DistributedDataParallel: train.py:2\n"
         in text
     )
-    assert "    ZeRO-1 + checkpointing                        [memfit.Checkpointing()]\n" in text
+    assert re.search(r"    ZeRO-1 [+] checkpointing +\[memfit[.]Checkpointing[(][)]\]\n", text)
     assert 'optimizer = memfit.Sharding("zero1").optimizer(optimizer, model)  # for ZeRO-1 only' in text
     assert "init_process_group" not in text
 

@@ -1,8 +1,7 @@
-"""One script under several strategies: which to try, which ranks to run, and what each run needs."""
+"""One script under several strategies: which ranks to run, and what each run needs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.needed_memory import process_bytes_on_smallest_gpu
@@ -16,9 +15,7 @@ from memfit.records import (
     DryRun,
     PeakRange,
     ScriptEnd,
-    ShardingCalls,
 )
-from memfit.records.own_sharding import call_options_in_words
 
 AS_WRITTEN = "as written"
 SHARDINGS = {"DDP": "ddp", "ZeRO-1": "zero1", "FSDP2": "fsdp2"}
@@ -31,61 +28,8 @@ class StrategyCombination:
 
     name: str
     change: Change
-
-
-def strategies_to_compare(
-    world_size: int, *, distributed: bool = False, own: Sequence[ShardingCalls] = ()
-) -> Iterator[StrategyCombination]:
-    """Yield what to compare: the script as written, then each sharding, with and without the rest.
-
-    Args:
-        world_size: number of ranks.
-        distributed: whether the script as written trains on several GPUs. Other shardings than its own do
-            not suit it, but for ZeRO-1 beside a DistributedDataParallel.
-        own: how it shards itself. Each option that it does not have is tried alone, and with checkpointing.
-
-    >>> [one.name for one in strategies_to_compare(1)]
-    ['as written', 'checkpointing', 'offload', 'checkpointing + offload']
-    >>> len(list(strategies_to_compare(8)))
-    16
-    >>> fsdp2 = ShardingCalls("FSDP2", "fully_shard", ("train.py:8",), ({"reshard_after_forward": False},))
-    >>> [one.name for one in strategies_to_compare(8, distributed=True, own=[fsdp2])][-2:]
-    ['reshard_after_forward=False', 'reshard_after_forward=False + checkpointing']
-    """
-    calls = {each.call for each in own}
-    for one in _variants("", ""):
-        if "fully_shard" not in calls or one.change.plan.get("offload") != {}:  # they conflict
-            yield one
-    shardings = SHARDINGS if world_size > 1 and not distributed else {}
-    if "DistributedDataParallel" in calls:
-        shardings = {"ZeRO-1": "zero1"}
-    for name, mode in shardings.items():
-        yield from _variants(name, mode)
-    for each in own:
-        for options in (*each.options, *each.others):
-            name, change = call_options_in_words(options), Change(own_sharding={each.call: options})
-            yield StrategyCombination(name, change)
-            yield StrategyCombination(f"{name} + checkpointing", change | Change({"checkpointing": {}}))
-
-
-def _variants(name: str, mode: str) -> Iterator[StrategyCombination]:
-    """Yield a sharding alone, with checkpointing, with offload, and with both.
-
-    With fsdp2, what is offloaded are the shards: offloaded activations would conflict with it.
-    """
-    sharding: dict[str, Any] = {"sharding": {"mode": mode}} if mode else {}
-    if mode == "fsdp2":
-        offload = inputs = {"sharding": {"mode": mode, "offload": True}}
-    else:
-        offload, inputs = {**sharding, "offload": {}}, {**sharding, "offload": {"what": "inputs"}}
-    for more, plan in (
-        ("", sharding),
-        ("checkpointing", {**sharding, "checkpointing": {}}),
-        ("offload", offload),
-        ("checkpointing + offload", {**inputs, "checkpointing": {}}),
-    ):
-        names = " + ".join(filter(None, (name, more)))
-        yield StrategyCombination(names or AS_WRITTEN, Change(plan))
+    group: str = ""
+    """Of the rows that are alike; empty for the script as written."""
 
 
 def refusal_of_strategies(of: StrategyCombination, refused: Mapping[Change, ScriptEnd]) -> ScriptEnd | None:

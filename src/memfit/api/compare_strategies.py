@@ -1,20 +1,37 @@
 """Compare strategies for a script: each row of the result is a run of the script on the ghost."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.strategy_comparison import (
     StrategyCombination,
     compared_run_from_failure,
     compared_run_of_trial,
     refusal_of_strategies,
-    strategies_to_compare,
     with_change_from_first_run,
 )
 from memfit.analysis.trial_result import TrialResult
-from memfit.devices import DEFAULT
-from memfit.errors import TargetError
-from memfit.records import Change, ComparedRun, DeviceUse, ScriptEnd, StrategyComparison
+from memfit.devices import DEFAULT, Device, find_device
+from memfit.errors import TargetError, UsageError
+from memfit.planning.compared_step_time import step_time
+from memfit.planning.run_changes_on_ghost import RULE
+from memfit.planning.strategies_to_compare import (
+    strategies_to_compare,
+    why_unsuitable,
+    with_dimension_of_samples,
+)
+from memfit.records import (
+    Change,
+    ComparedRun,
+    DeviceUse,
+    DryRun,
+    ScriptEnd,
+    StepOperations,
+    StrategyComparison,
+    equality_of,
+)
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, checked_script_argv
@@ -34,12 +51,14 @@ def compare(  # noqa: PLR0913 - one parameter an option
     nnodes: int = 1,
     steps: int | None = STEPS,
     values: str = "",
+    rows: Sequence[str] = (),
     on_progress: Callable[[ScriptProgress], None] = lambda _: None,
 ) -> StrategyComparison:
-    """Return what an unmodified script would need with each of memfit's strategies; needs no GPU.
+    """Return memory and time of an unmodified script under each of memfit's strategies; needs no GPU.
 
     memfit runs the script once for each row, without input and with its output hidden; each run writes the
-    script's output files again. On several GPUs, every rank trains on batches of the script's own size.
+    script's output files again. Most runs go on from a copy of the first, made just before it trained. On
+    several GPUs, every rank trains on batches of the script's own size.
 
     Args:
         script: path of the script, or a module's name with ``module=True``.
@@ -53,14 +72,16 @@ def compare(  # noqa: PLR0913 - one parameter an option
         nnodes: machines.
         steps: training steps after which memfit stops each run; None lets it run to its end.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
+        rows: names of rows, or of groups of them, to be compared with the script as written; by default all.
         on_progress: called about ten times a second.
 
     Raises:
+        UsageError: there is no such row.
         MemfitError: the script or the device does not exist, this PyTorch or platform is not supported, or
             the script as written cannot be run.
 
-    >>> compare("train.py", ["--batch-size", "8"], nproc=8, gpu="H100").runs[4].name  # doctest: +SKIP
-    'DDP'
+    >>> compare("train.py", ["--batch-size", "8"], gpu="H100").runs[1].name  # doctest: +SKIP
+    'bf16'
     """
     options = RunOptions(
         module=module,
@@ -71,28 +92,34 @@ def compare(  # noqa: PLR0913 - one parameter an option
         in_use=in_use,
         values=values,
     )
+    world_size = options.rank.world_size
+    _expect_known(rows, list(strategies_to_compare(world_size)))
     command = checked_script_argv(script, arguments, options, None)
-    device = resolve_ghost_settings(options).device
-    base = next(strategies_to_compare(1))
+    device, card = resolve_ghost_settings(options).device, find_device(gpu)
     with RankRuns(command, options, on_progress) as ranks:
-        first, written = _as_written(base, command, device, ranks)
-        _, *others = strategies_to_compare(
-            options.rank.world_size, distributed=ranks.distributed, own=written.sharding_calls
+        first, written = _as_written(command, device, ranks)
+        plain = _Plain(written, dry_run_of_trace(written.trace), card, times=not ranks.distributed)
+        base, *others = strategies_to_compare(
+            world_size, distributed=ranks.distributed, own=written.sharding_calls, card=card
         )
-        runs, interrupted = [first], False
+        chosen = [one for one in others if not rows or {one.name, one.group} & set(rows)]
+        runs, interrupted = [_largest(base, first, device, plain)], False
         refused: dict[Change, ScriptEnd] = {}
         try:
-            for number, one in enumerate(others, 2):
-                what = f"{one.name} ({number} of {len(others) + 1})"
-                found = refusal_of_strategies(one, refused) or ranks.under(one.change, what)
-                if isinstance(found, ScriptEnd):
-                    runs.append(compared_run_from_failure(one, found))
-                    if found.reason == "refused":
-                        refused[one.change] = found
+            for number, one in enumerate(chosen, 2):
+                what = f"{one.name} ({number} of {len(chosen) + 1})"
+                adapted = replace(one, change=plain.adapted(one.change))
+                end = refusal_of_strategies(one, refused) or plain.refusal(one.change)
+                made = end or ranks.under(plain.recorded(adapted.change), what)
+                if isinstance(made, ScriptEnd):
+                    runs.append(compared_run_from_failure(adapted, made))
+                    if made.reason == "refused":
+                        refused[one.change] = made
                 else:
-                    runs.append(_largest(one, found, device))
+                    runs.append(_largest(adapted, made, device, plain))
         except KeyboardInterrupt:
             interrupted = True
+    step = written.operations
     return StrategyComparison(
         device=device,
         nproc=nproc,
@@ -102,34 +129,99 @@ def compare(  # noqa: PLR0913 - one parameter an option
         versions=written.trace.versions,
         distributed=ranks.distributed,
         sharding_calls=written.sharding_calls,
+        rule=RULE if runs[0].time is not None else "",
+        draws=step is not None and any(each.random for each in step.forward),
         interrupted=interrupted,
     )
 
 
+def _expect_known(rows: Sequence[str], known: Sequence[StrategyCombination]) -> None:
+    """Check that there are rows, or groups of rows, of some names.
+
+    Raises:
+        UsageError: there are not.
+    """
+    groups = dict.fromkeys(one.group for one in known if one.group)
+    names = [one.name for one in known if one.group]
+    for name in rows:
+        if name not in groups and name not in names:
+            raise UsageError(
+                f"--rows: there is no row {name!r}. Groups of rows: {', '.join(groups)}. Rows: "
+                f"{', '.join(names)}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """The script as written, with what the other rows are measured by."""
+
+    result: TrialResult
+    found: DryRun
+    card: Device
+    times: bool
+    """Whether times are known: not what GPUs of a job send each other."""
+
+    @property
+    def step(self) -> StepOperations | None:
+        return self.result.operations
+
+    def adapted(self, change: Change) -> Change:
+        """Return strategies as they suit the script's batches."""
+        return with_dimension_of_samples(change, self.result.trace, self.step)
+
+    def recorded(self, change: Change) -> Change:
+        """Return strategies with a record of the step's operations, if that gives its time."""
+        is_sharded = bool(change.own_sharding) or "sharding" in change.plan
+        return replace(change, operations=self.times and self.step is not None and not is_sharded)
+
+    def refusal(self, change: Change) -> ScriptEnd | None:
+        """Return why strategies do not suit the script, if its own step shows that."""
+        why = why_unsuitable(change, self.step)
+        return ScriptEnd("refused", 0, why) if why else None
+
+    def compared(self, run: ComparedRun, change: Change, under: TrialResult) -> ComparedRun:
+        """Return a run with its time, and what it computes, compared with the script as written."""
+        step = under.operations if self.recorded(change).operations else None
+        compiled = self.step is not None and self.step.compiled
+        return replace(
+            run,
+            time=step_time(change, step, self.step, self.found, self.card),
+            equality=equality_of(change, compiled=compiled),
+        )
+
+
 def _as_written(
-    base: StrategyCombination, command: tuple[str, ...], device: DeviceUse, ranks: RankRuns
-) -> tuple[ComparedRun, TrialResult]:
+    command: tuple[str, ...], device: DeviceUse, ranks: RankRuns
+) -> tuple[list[RankRun], TrialResult]:
     """Run the script as written: on every rank, if it trains on several GPUs itself.
 
     Returns:
-        The rank that needs most, and the run of one.
+        A run of each role, and the one of which the operations of a step count.
 
     Raises:
         TargetError: it fails.
     """
+    base = next(strategies_to_compare(1))
     try:
-        runs = ranks.as_written(base.change, base.name)
+        runs = ranks.as_written(Change(operations=True), base.name)
     except UnfinishedRankError as error:
         which = f"As {error.rank}, " if error.rank.world_size > 1 else ""
         why = compared_run_from_failure(base, error.end).reason
         raise TargetError(f"{which}{command[0]} cannot be compared: {why}") from None
-    largest = _largest(base, runs, device)
     if ranks.distributed:
-        ranks.keep_largest(next(run.rank for run in runs if run.rank.rank == largest.rank))
-    return largest, runs[0].first
+        largest = _largest_rank(base, runs, device).rank
+        ranks.keep_largest(next(run.rank for run in runs if run.rank.rank == largest))
+    return runs, runs[0].first
 
 
-def _largest(of: StrategyCombination, runs: list[RankRun], device: DeviceUse) -> ComparedRun:
+def _largest(of: StrategyCombination, runs: list[RankRun], device: DeviceUse, plain: _Plain) -> ComparedRun:
+    """Return the run of the rank that needs most, compared with the script as written."""
+    largest = _largest_rank(of, runs, device)
+    under = next(run.first for run in runs if run.rank.rank == largest.rank)
+    return plain.compared(largest, of.change, under)
+
+
+def _largest_rank(of: StrategyCombination, runs: list[RankRun], device: DeviceUse) -> ComparedRun:
     """Return the run of the rank that needs most."""
     compared = (compared_run_of_trial(of, run.rank.rank, run.first, run.late, device) for run in runs)
     return max(compared, key=lambda run: run.needs.bytes if run.needs is not None else 0)

@@ -191,7 +191,7 @@ class _Injected:
             return
         if self.models.found and not self.models.are_final:
             raise UsageError("the script has put its models into others since it created their optimizer.")
-        if called is not None and called not in self.models.names.outermost():
+        if called is not None and not self.models.is_model(called):
             raise UsageError("the script calls a part of its model.")
         if "optimizer_state" in strategies and _ENGINE in sys.modules:
             raise UsageError("the script uses memfit.Engine, which itself carries out optimizer_state.")
@@ -208,6 +208,7 @@ class _PlanInjector:
     """Applies a plan to each model whose parameters an optimizer takes, and completes the script's plans."""
 
     def __init__(self, settings: InjectionSettings, report: _Report, models: ModelsOfOptimizers) -> None:
+        from memfit.injection.scale_losses import LossScaling
         from memfit.strategies.read_configuration import configure
 
         change = settings.change
@@ -215,6 +216,10 @@ class _PlanInjector:
         plan = configure(change.plan).plan  # with accumulation: not everything suits it
         if change.micro_batches is not None:
             plan = replace(plan, accumulation=None)
+        precision = plan.precision
+        self._scaling = LossScaling(None if precision is None else precision.loss_scale)
+        if precision is not None:
+            plan = replace(plan, precision=replace(precision, loss_scale=None))
         self._plan = replace(plan, optimizer_state=None)
         self._file = report
         self._state: OptimizerStateInjector | None = None
@@ -248,9 +253,11 @@ class _PlanInjector:
         hooks.wrap(_APPLY, "apply_to_model", self._applied)
         if self._sharder is not None:
             self._sharder.install(hooks)
+        self._scaling.install(hooks)
 
     def catch_up(self) -> None:
         """Apply the plan to the models of the optimizers that exist, as when they were created."""
+        self._scaling.created(*(each() for each in self._models.all))
         taken: list[list[Any]] = [[] for _ in self._models.all]
         for found in self._models.found:
             model = found.model()
@@ -345,6 +352,7 @@ class _PlanInjector:
 
     def _has_plan(self, model: Any, name: str) -> None:
         self._planned.append((weakref.ref(model), name))
+        self._scaling.active = True
         self._counter.watch(model)
         self._report()
 

@@ -148,6 +148,16 @@ class Change:
         return {name: given for name, given in self.plan.items() if name != "accumulation" or not divided}
 
     @property
+    def is_late(self) -> bool:
+        """Whether its strategies change nothing before a model is called.
+
+        >>> [Change({"precision": {"autocast": each}}).is_late for each in (True, False)]
+        [True, False]
+        """
+        casts = not self.strategies.get("precision", {}).get("autocast", True)
+        return not casts and all(traits_of_strategy(name).is_late for name in self.strategies)
+
+    @property
     def parts(self) -> int:
         """Micro-batches of a batch."""
         return 1 if self.micro_batches is None else self.micro_batches.count
@@ -183,13 +193,13 @@ class StrategyTraits:
     equality: Equality
     """How near the results under it are to those of the script as written."""
     is_late: bool
-    """Whether it changes nothing before a model is called."""
+    """Whether it changes nothing before a model is called; of a precision, whether autocast does not."""
     is_in_model: bool
     """Whether ``memfit.apply`` carries it out."""
 
 
 STRATEGY_TRAITS: Mapping[str, StrategyTraits] = {
-    "precision": StrategyTraits(Equality.OTHER, is_late=False, is_in_model=True),
+    "precision": StrategyTraits(Equality.OTHER, is_late=True, is_in_model=True),
     "optimizer_state": StrategyTraits(Equality.BITWISE, is_late=True, is_in_model=True),
     "checkpointing": StrategyTraits(Equality.BITWISE, is_late=True, is_in_model=True),
     "offload": StrategyTraits(Equality.BITWISE, is_late=True, is_in_model=True),

@@ -7,6 +7,7 @@ from memfit.records.dry_run import PeakRange
 from memfit.records.own_sharding import CallOptions, ShardingCalls
 from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure, Provenance
+from memfit.records.script_change import Equality
 from memfit.records.trace import DeviceUse, ScriptLocation
 
 
@@ -37,6 +38,11 @@ class ComparedRun:
     """Bytes by which ``needs`` exceeds what the script as written needs; None if either is unknown."""
     place: ScriptLocation | None = None
     """Where most was allocated."""
+    time: float | None = None
+    """Of a step, relative to the script as written: estimated, see ``rule``; None if it is not known."""
+    equality: Equality | None = None
+    """What training computes, compared with the script as written, and under a sharding with DDP; None
+    without figures."""
     reason: str = ""
     """Why there are no figures."""
 
@@ -60,6 +66,10 @@ class StrategyComparison(PrintableResult):
     """Whether the script as written trains on several GPUs."""
     sharding_calls: tuple[ShardingCalls, ...] = ()
     """How the script as written shards itself, by calls whose options memfit compares."""
+    rule: str = ""
+    """What the times are based on; empty if none is known."""
+    draws: bool = False
+    """Whether a step draws random numbers: slices of a batch get other ones than the whole batch."""
     interrupted: bool = False
     """Whether the user interrupted the comparison, so that later runs are missing."""
 

@@ -17,7 +17,7 @@ from typing import Self
 
 import msgspec
 
-from memfit.records import Change, traits_of_strategy
+from memfit.records import Change
 from memfit.run.child_start import (
     ChildSettings,
     GhostSettings,
@@ -67,7 +67,7 @@ class ScriptRun:
         added = replace(self.change, plan=other.plan, optimizer=other.optimizer)
         can_be_added = (
             not self.change.strategies
-            and all(traits_of_strategy(name).is_late for name in other.strategies)
+            and other.is_late
             and replace(added, operations=other.operations) == other
         )
         return (same or can_be_added) and other.operations <= self.change.operations

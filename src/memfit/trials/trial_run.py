@@ -20,6 +20,8 @@ from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
 
 _INJECTOR = "memfit.injection.inject_plan"
 _NOTHING = Change()
+_OURS = "memfit.errors."
+"""What the names of memfit's exceptions begin with."""
 _REPORT, _OPERATIONS = "report.json", "operations.json"
 
 
@@ -112,9 +114,9 @@ def _run_once(
             raise KeyboardInterrupt
         if why := injection.why_unfit():
             return ScriptEnd("refused", 0, why), bool(injection.report().models)
-        if not ran_to_completion(trace.end):
-            return trace.end, False
         report = injection.report()
+        if not ran_to_completion(trace.end):
+            return _incomplete(trace.end, report)
         if report.again:
             return ScriptEnd("refused", 0, recomputed_saved_ops_in_words(report.again)), True
         return TrialResult(
@@ -125,6 +127,16 @@ def _run_once(
             operations=injection.operations(),
             counts=report.operations,
         ), True
+
+
+def _incomplete(end: ScriptEnd, report: InjectionReport) -> tuple[ScriptEnd, bool]:
+    """Return how an incomplete run ended, and whether a run of the whole script would have ended like that.
+
+    It would if a strategy that was applied has refused what the script passes to its model.
+    """
+    if report.models and end.exception.startswith(_OURS):
+        return ScriptEnd("refused", end.exit_code, end.exception.partition(": ")[2]), True
+    return end, False
 
 
 def recomputed_saved_ops_in_words(again: Mapping[str, int]) -> str:

@@ -75,6 +75,7 @@ _CLIPPING = Patch(
     why="leave the gradients of a backward as they are",
 )
 _SCALER = Patch("torch.amp.grad_scaler:GradScaler", "__init__", why="leave losses unscaled")
+_LOSS_SCALING = Patch("memfit.injection.scale_losses:LossScaling", "scales", why="leave losses unscaled")
 _DROPOUTS = Patch(
     "torch.nn.functional",
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
@@ -94,6 +95,7 @@ def switch_gradient_changes_off(hooks: InstalledHooks) -> None:
     hooks.wrap(_CLIPPING, "clip_grad_norm_", _norm)
     hooks.wrap(_CLIPPING, "clip_grad_value_", lambda *_args, **_named: None)
     hooks.wrap(_SCALER, "__init__", _disabled)
+    hooks.wrap(_LOSS_SCALING, "scales", lambda *_: False)
 
 
 def switch_dropout_off(hooks: InstalledHooks) -> None:

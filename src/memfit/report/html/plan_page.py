@@ -7,18 +7,17 @@ time │  p          o tried   p used by people
 └──────────── memory
 """
 
-from collections.abc import Iterator, Sequence
 from html import escape
-from math import ceil, floor, log10
 from pathlib import Path
 from string import Template
 
 from memfit.records import Provenance, ScriptPlan
 from memfit.records.command_as_typed import command_as_typed
 from memfit.report.html.page_text_table import PageTextTable, content_security_policy, read_page_asset
+from memfit.report.html.time_memory_chart import ChartPoint, time_memory_chart_svg
 from memfit.report.terminal.plan_chart import DrawnPlan, PlanKind, plans_in_drawing_order, plans_to_draw
 from memfit.report.terminal.script_plan import plan_changes_in_words, plan_detail_lines, plan_verdict
-from memfit.units import format_gib, unit_for_table
+from memfit.units import format_gib
 
 
 def plan_report_html(result: ScriptPlan, file: Path | None = None) -> str:
@@ -87,110 +86,23 @@ def _provenance(provenance: Provenance, title: str = "") -> str:
     return f' <span class="provenance"{title}>{provenance}</span>'
 
 
-_WIDTH, _HEIGHT = 960, 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 24, 34, 50
-_TICKS = 6
-_ROOM = 0.06
-"""Share of an axis beside the outermost points."""
-_APART = 15
-"""Pixels between two numbers of points, at least: others are left out."""
-
 _NAMED = (PlanKind.WRITTEN, PlanKind.TOO_SLOW, PlanKind.CHOSEN)
 """Points whose number is followed by what they are."""
-_LATE = 0.8
-"""Share of the width from which words stand before their point."""
-
-
-class _Axis:
-    """Places values on a line of pixels.
-
-    Args:
-        values: to be shown.
-        least: range of values at least.
-        start: pixel of the smallest.
-        end: pixel of the largest.
-    """
-
-    def __init__(self, values: Sequence[float], least: float, start: float, end: float) -> None:
-        extent = max(max(values) - min(values), least)
-        self.low, self.high = min(values) - _ROOM * extent, min(values) + (1 + _ROOM) * extent
-        self._start, self._end = start, end
-
-    def at(self, value: float) -> float:
-        """Return the pixel of a value."""
-        share = (value - self.low) / (self.high - self.low)
-        return self._start + share * (self._end - self._start)
-
-    def ticks(self) -> list[float]:
-        """Return round values to be named."""
-        rough = (self.high - self.low) / _TICKS
-        power = 10.0 ** floor(log10(rough))
-        step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
-        first, last = ceil(self.low / step), floor(self.high / step)
-        return [round(step * number, 9) for number in range(first, last + 1)]
 
 
 def plan_chart_svg(result: ScriptPlan) -> str:
     """Return the chart; its points have the numbers of ``plans_to_draw``, counted from 0."""
     plans = plans_to_draw(result)
-    unit = unit_for_table(max(result.budget, *(each.run.needs.bytes for each in plans)))
-    sizes = [result.budget / unit.bytes, *(each.run.needs.bytes / unit.bytes for each in plans)]
-    memory = _Axis(sizes, 0.02 * max(sizes), _LEFT, _WIDTH - _RIGHT)
-    time = _Axis([each.run.time for each in plans], 0.02, _HEIGHT - _BOTTOM, _TOP)
-    budget, low, top = memory.at(result.budget / unit.bytes), _HEIGHT - _BOTTOM, _TOP - 8
-    parts = [
-        *_grid(memory, time, unit.name),
-        f'<line class="budget" x1="{budget:.1f}" x2="{budget:.1f}" y1="{top}" y2="{low}"/>',
-        f'<text class="budget{_before(budget)}" x="{budget:.1f}" y="{top - 6}">',
-        f"budget {format_gib(result.budget)}</text>",
-        *_points(plans, memory, time, unit.bytes),
-    ]
-    return (
-        f'<svg class="plans" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Time of a step against '
-        f'the memory that it needs; the table has the figures">{"".join(parts)}</svg>'
-    )
-
-
-def _grid(memory: _Axis, time: _Axis, unit: str) -> Iterator[str]:
-    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    for value in memory.ticks():
-        x = memory.at(value)
-        yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>'
-        yield f'<text x="{x:.1f}" y="{bottom + 18}">{value:,g}</text>'
-    for value in time.ticks():
-        y = time.at(value)
-        yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text class="times" x="{_LEFT - 8}" y="{y + 4:.1f}">{value:g}x</text>'
-    yield f'<text class="axis-name" x="{right}" y="{_HEIGHT - 10}">needs, {unit} of the process →</text>'
-    turned = f"rotate(-90 14 {bottom})"
-    yield f'<text class="time-name" x="14" y="{bottom}" transform="{turned}">time of a step →</text>'
-
-
-def _before(x: float) -> str:
-    """Return the class of a text that stands before its point, because there is no room after it."""
-    return " before" * (x > _LATE * _WIDTH)
-
-
-def _points(plans: list[DrawnPlan], memory: _Axis, time: _Axis, unit: int) -> Iterator[str]:
     numbers = {id(each): number for number, each in enumerate(plans)}
-    spots = [
-        (each, memory.at(each.run.needs.bytes / unit), time.at(each.run.time))
+    points = [
+        ChartPoint(
+            numbers[id(each)],
+            _class(each.kind),
+            plan_changes_in_words(each.run),
+            each.run.needs,
+            each.run.time,
+            each.kind if each.kind in _NAMED else "",
+        )
         for each in plans_in_drawing_order(plans)
     ]
-    named: list[tuple[float, float]] = []
-    for each, x, y in reversed(spots):
-        if all(abs(x - other) > _APART or abs(y - beside) > _APART for other, beside in named):
-            named.append((x, y))
-            word = f" {each.kind}" * (each.kind in _NAMED)
-            aside = -10 if _before(x) else 10
-            yield f'<text class="name{_before(x)}" x="{x + aside:.1f}" y="{y - 7:.1f}">'
-            yield f"{numbers[id(each)]}{word}</text>"
-    for each, x, y in spots:
-        run, number = each.run, numbers[id(each)]
-        figures = f"{format_gib(run.needs.bytes)} {run.needs.provenance}, {run.time:.3f}x"
-        title = f"{plan_changes_in_words(run)}: {figures}"
-        yield (
-            f'<a href="#plan-{number}"><circle class="{each.kind.name.lower().replace("_", "-")}" '
-            f'cx="{x:.1f}" cy="{y:.1f}" r="{7 if each.kind is PlanKind.CHOSEN else 5}">'
-            f"<title>{escape(title)}</title></circle></a>"
-        )
+    return time_memory_chart_svg(points, ("budget", result.budget))

@@ -45,6 +45,20 @@ def plain_table(kinds: str, *headings: str, header_style: str = "dim") -> Table:
     return table
 
 
+_BAR = 20  # characters of the longest bar
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def share_as_bar(share: float) -> str:
+    """Return a bar of a share of the whole, from 0 to 1.
+
+    >>> share_as_bar(0.27)
+    '█████▍'
+    """
+    whole, eighths = divmod(round(share * _BAR * 8), 8)
+    return "█" * whole + _EIGHTHS[eighths].strip()
+
+
 @dataclass(frozen=True, slots=True)
 class TableCell:
     """What one cell shows."""

@@ -8,8 +8,7 @@ from rich.text import Text
 
 from memfit.records import ComparedRun, StrategyComparison
 from memfit.report.escape_control_characters import escaped
-from memfit.report.places_in_words import location_in_cell
-from memfit.report.terminal.layout import plain_table, subject_in_words
+from memfit.report.terminal.layout import plain_table, share_as_bar, subject_in_words
 from memfit.report.terminal.plan_instructions import (
     code_before_sharding,
     launch_instruction,
@@ -19,31 +18,48 @@ from memfit.report.terminal.plan_instructions import (
 from memfit.report.terminal.rank_table import format_byte_range
 from memfit.units import format_gib, unit_for_table
 
-_SHARDED = "memfit.Sharding("
+_SHARDED, _OPTIMIZER = "memfit.Sharding(", "memfit.OptimizerState("
+
+_BAR = 0.5  # of the longest bar of other tables
+_UNKNOWN = "\N{EN DASH}"
 
 
 def print_strategy_comparison(result: StrategyComparison, console: Console) -> None:
     """Print a row for each set of strategies, why some have no figures, and what to write."""
     subject = subject_in_words(result.command, result.device.name, versions=result.versions)
     console.print(Text(f"{subject} · {format_gib(result.device.total.bytes)} a GPU", style="dim"))
-    console.print(_covers(result))
+    console.print(what_rows_cover(result))
     console.print()
     console.print(_table(result))
+    for line in (*comparison_remarks(result), *instructions_of_comparison(result)):
+        console.print(line)
+    console.print(EXPLANATION, style="dim")
+
+
+EXPLANATION = (
+    "Each row is a run of the script on the ghost. allocated and reserved are the allocator's peaks with "
+    "unlimited memory; process is the smallest GPU that runs it, with the CUDA context and NCCL, which are "
+    "assumed."
+)
+
+
+def comparison_remarks(result: StrategyComparison) -> Iterator[str]:
+    """Yield what the rows do not say: why some have no figures, and what the times are based on."""
     if result.interrupted:
-        console.print("Interrupted: the other strategies were not tried.")
+        yield "Interrupted: the other strategies were not tried."
     for reason in dict.fromkeys(run.reason for run in result.runs if run.reason):
         names = ", ".join(run.name for run in result.runs if run.reason == reason)
-        console.print(f"Not possible: {names}: {escaped(reason)}")
-    for line in (*_options_to_write(result), *_to_write(result)):
-        console.print(line)
-    console.print(
-        "Each row is a run of the script on the ghost with unlimited memory. process is what it then needs, "
-        "with the CUDA context and NCCL, which are assumed.",
-        style="dim",
-    )
+        yield f"Not possible: {names}: {escaped(reason.partition('. ')[0].rstrip('.'))}."
+    if result.rule:
+        yield (
+            f"time: forward and backward, relative to as written (assumed: {result.rule}; copies to the host "
+            "and back overlap with nothing)."
+        )
+    if result.draws and any("BatchSlices" in code for run in result.runs if run.peak for code in run.plan):
+        yield "Slices draw random numbers, such as those of dropout, one by one: others than the whole batch."
 
 
-def _covers(result: StrategyComparison) -> str:
+def what_rows_cover(result: StrategyComparison) -> str:
     """Return what the rows are of."""
     if result.world_size == 1:
         return "On one GPU:"
@@ -56,36 +72,40 @@ def _covers(result: StrategyComparison) -> str:
 
 
 def _table(result: StrategyComparison) -> Table:
-    unit = unit_for_table(max(run.peak.reserved.most for run in result.runs if run.peak is not None))
+    peaks = [run.peak for run in result.runs if run.peak is not None]
+    unit = unit_for_table(max(peak.reserved.most for peak in peaks))
+    most = max(peak.process.most for peak in peaks)
     several = result.world_size > 1
-    headings = ("strategies", "allocated", "process", "change", *["rank"] * several, "verdict", "peak in")
-    table = plain_table("lrrrrww" if several else "lrrrww", *headings)
+    headings = ("strategies", "process", "", "allocated", "reserved", "time", "results")
+    table = plain_table("lrlrrrlrw" if several else "lrlrrrlw", *headings, *["rank"] * several, "verdict")
     for run in result.runs:
-        rank = ["" if run.rank is None else str(run.rank)] if several else []
-        if run.peak is None or run.place is None:
-            table.add_row(run.name, "", "", "", *rank, Text("not possible", style="dim"), "")
+        if run.peak is None:
+            table.add_row(run.name, Text(_UNKNOWN, style="dim"))
             continue
         table.add_row(
             run.name,
-            f"{format_byte_range(run.peak.allocated, unit)} {run.provenance:<9}",
             format_byte_range(run.peak.process, unit),
-            "" if not run.change else unit.number(run.change, "+"),
-            *rank,
+            Text(share_as_bar(_BAR * run.peak.process.most / most), style="dim"),
+            f"{format_byte_range(run.peak.allocated, unit)} {run.provenance:<9}",
+            format_byte_range(run.peak.reserved, unit),
+            step_time_in_words(run),
+            run.equality,
+            *["" if run.rank is None else str(run.rank)] * several,
             Text(run.verdict, style="" if run.verdict == "fits" else "bold yellow"),
-            location_in_cell(run.place),
         )
     return table
 
 
-def _options_to_write(result: StrategyComparison) -> Iterator[str]:
-    """Yield where the options of the script's own sharding belong."""
+def step_time_in_words(run: ComparedRun) -> str:
+    """Return the time of a row, or that it is not known."""
+    return _UNKNOWN if run.time is None else f"{run.time:.2f}x"
+
+
+def instructions_of_comparison(result: StrategyComparison) -> Iterator[str]:
+    """Yield the code of each row, and where it and the options of the script's own sharding belong."""
     for own in result.sharding_calls:
         if own.options or own.others:
             yield f"\nTo train with an option of {own.name}, {own_sharding_instruction(own, 'it')}"
-
-
-def _to_write(result: StrategyComparison) -> Iterator[str]:
-    """Yield the code of each row, and where it belongs."""
     plans = {run.name: plan for run in result.runs if run.models and (plan := _plan(run, result))}
     if not plans:
         return
@@ -95,6 +115,8 @@ def _to_write(result: StrategyComparison) -> Iterator[str]:
     if sharded and not result.distributed:
         yield from code_before_sharding()
     yield f"    model = memfit.apply(model, PLAN)  # before the optimizer is created: {models}"
+    if any(code.startswith(_OPTIMIZER) for plan in plans.values() for code in plan):
+        yield "    memfit.apply(model, PLAN, optimizer=optimizer)  # after that, if PLAN has OptimizerState"
     if sharded and any("zero1" in code for run in result.runs for code in run.plan):
         yield sharded_optimizer_code("  # for ZeRO-1 only")
     if sharded and not result.distributed:

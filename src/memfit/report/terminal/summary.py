@@ -23,7 +23,7 @@ from memfit.records.command_as_typed import command_as_typed
 from memfit.report.escape_control_characters import escaped
 from memfit.report.places_in_words import location_in_words, short_path
 from memfit.report.terminal.advice import advice_lines, steps_run_in_words
-from memfit.report.terminal.layout import ReportTable, TableCell, TableRow, plain_table
+from memfit.report.terminal.layout import ReportTable, TableCell, TableRow, plain_table, share_as_bar
 from memfit.report.terminal.longest_batch import longest_batch_lines
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.rank_table import peak_range_line, rank_table
@@ -216,8 +216,6 @@ def _shortened(each: Shortened) -> str:
     return f"{each.to:,} of {of} batches ({short_path(each.where) or 'a loader of a library'})"
 
 
-_BAR = 20  # characters of the longest bar
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 _WITH_BARS, _WITH_SHARES = 80, 56  # terminal columns from which on they are shown
 
 
@@ -245,7 +243,7 @@ def _peak_term_table(result: DryRun, width: int) -> Table:
             name,
             unit.format(term.figure.bytes),
             "" if total_row or width < _WITH_SHARES else f"{100 * share:.0f} %",
-            "" if total_row or width < _WITH_BARS else _bar(share),
+            "" if total_row or width < _WITH_BARS else share_as_bar(share),
             term.figure.provenance,
         )
     if result.device.machine is MachineKind.CPU:
@@ -258,8 +256,3 @@ def _peak_term_table(result: DryRun, width: int) -> Table:
         sure = worst_provenance(result.peak_process.provenance, driver.provenance)
         table.add_row(Text("   in NVML's v1"), shown, "", "", sure)
     return table
-
-
-def _bar(share: float) -> str:
-    whole, eighths = divmod(round(share * _BAR * 8), 8)
-    return "█" * whole + _EIGHTHS[eighths].strip()

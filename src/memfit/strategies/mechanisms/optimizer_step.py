@@ -59,6 +59,29 @@ def replace_optimizer_step(optimizer: Optimizer, own: Callable[..., Any]) -> Cal
     return undo
 
 
+def guard_optimizer_step(optimizer: Optimizer, may_step: Callable[[], bool]) -> None:
+    """Have an optimizer leave out each update of its own step for which ``may_step`` returns False.
+
+    A closure runs before that is asked.
+
+    Raises:
+        UsageError: its step was replaced by a function that does not call its own.
+    """
+    check_step_is_not_replaced(optimizer)
+    reference, own = weakref.ref(optimizer), vars(optimizer).get(_OWN)
+
+    def guarded(closure: Callable[[], Any] | None = None) -> Any:
+        held, loss = reference(), None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if held is not None and may_step():
+            type(held).step(held) if own is None else own()
+        return loss
+
+    replace_optimizer_step(optimizer, guarded)
+
+
 def step_tracked_by_schedulers(optimizer: Optimizer) -> Callable[..., Any]:
     """Return a step that records for schedulers that it was called.
 
