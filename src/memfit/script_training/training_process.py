@@ -15,11 +15,11 @@ from memfit.errors import TargetError
 from memfit.ghost.build.torch_install import installed_torch_version
 from memfit.injection.inject_plan import inject_change
 from memfit.injection.injection_files import InjectionSettings
+from memfit.injection.save_models_without_plan import save_models_without_plan
 from memfit.patching.after_import import call_after_import
 from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.run.run_script_as_python import print_exception_as_python_does, run_script_as_main
 from memfit.script_training.plan_application_watcher import CONF, PlanApplicationWatcher
-from memfit.script_training.save_models_without_plan import save_models_without_plan
 from memfit.termination_signals import INTERRUPTED
 from memfit.versions import __version__
 from memfit.watching.prediction import PlannedPeak
