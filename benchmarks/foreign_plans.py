@@ -13,7 +13,7 @@ its data are made, and it runs unmodified:
     memfit train --plan plan.json SCRIPT, and python SCRIPT, on the CPU, in turns
 
 The measured time is the processor time between the first and the last number that the script reads from its
-tensors, relative to plain Python; the predicted one is that of the assumed card. The losses are those numbers.
+tensors, relative to plain Python; the predicted one is the assumed card's. The losses are those numbers.
 Results of other scripts that the file of --json has are kept. Exits with 1 if a cell neither succeeds nor has
 a plan refused for the reason that foreign_scripts.py states.
 """
@@ -241,7 +241,7 @@ def markdown(found: Sequence[Cell]) -> str:
     return (
         f"# Scripts of others under plans\n\n`python benchmarks/foreign_plans.py CHECKOUTS`: {good} of "
         f"{len(found)} cells as they must be. Needs are assumed (the CUDA context), predicted times too "
-        "(by the rates of the card), measured ones are processor time on a CPU; losses as the script reads them, relative "
+        "(the card's), measured ones are processor time on a CPU; losses as the script reads them, relative "
         f"to plain Python's.\n\n{table(head, 'lrrlrrrll', rows)}\n\n{sources}"
     )
 
