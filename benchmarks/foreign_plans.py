@@ -14,9 +14,11 @@ its data are made, and it runs unmodified:
 
 The measured time is the processor time between the first and the last number that the script reads from its
 tensors, relative to plain Python; the predicted one is that of an assumed A100. The losses are those numbers.
-Exits with 1 if a cell neither succeeds nor has a plan refused for the reason that foreign_scripts.py states.
+Results of other scripts that the file of --json has are kept. Exits with 1 if a cell neither succeeds nor has
+a plan refused for the reason that foreign_scripts.py states.
 """
 
+import json
 import os
 import re
 import shutil
@@ -80,7 +82,7 @@ class Cell:
 
 
 class FailedJourneyError(Exception):
-    """A step of the journey did not do what it must."""
+    """A step of the journey did not do what it must: the cell says which."""
 
 
 def cells(script: ForeignScript, checkouts: Path, shares: Sequence[float], rounds: int) -> Iterator[Cell]:
@@ -147,8 +149,10 @@ def _journey(script: ForeignScript, folder: Path, cell: Cell, rounds: int) -> Ce
 
 def _memfit(script: ForeignScript, folder: Path, command: str, *options: str) -> dict[str, Any]:
     """Run a command of memfit on the script; return its JSON, with the words of the chosen plan."""
+    card = () if command == "verify" else ("--gpu", script.gpu)
     found, done = memfit_json(
         command,
+        *card,
         *options,
         *script.command,
         environment=OFFLINE | script.environment,
@@ -244,8 +248,16 @@ def main() -> int:
         parser.error(f"no script is named {', '.join(sorted(unknown))}")
     chosen = [known[name] for name in options.scripts] or SCRIPTS
     shares = list(map(float, options.shares))
-    found = [cell for each in chosen for cell in cells(each, options.checkouts, shares, options.rounds)]
-    write_json(options.json, [asdict(cell) for cell in found])
+    kept = {}
+    if options.json is not None and options.json.exists():
+        kept = {
+            (cell["script"], cell["share"]): Cell(**cell) for cell in json.loads(options.json.read_text())
+        }
+    for cell in (cell for each in chosen for cell in cells(each, options.checkouts, shares, options.rounds)):
+        kept[cell.script, cell.share] = cell
+        write_json(options.json, [asdict(each) for each in kept.values()])
+    names = list(known)
+    found = sorted(kept.values(), key=lambda cell: (names.index(cell.script), -cell.share))
     write_or_print(options.markdown, markdown(found))
     return int(any(cell.fault for cell in found))
 

@@ -49,6 +49,17 @@ def test_a_wrapper_has_the_name_of_the_module_it_wraps(names):
     assert {names.full_name(wrapper) for wrapper in (compiled, fsdp)} == {"Sequential"}
 
 
+def test_a_data_parallel_over_one_gpu_has_no_part_in_the_names(names):
+    """Scripts leave it out without a GPU: a plan must name the same modules."""
+    net = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    parallel = nn.DataParallel(net)
+    assert names.full_name(parallel.module[0][0]) == "Sequential.0.0"
+    assert names.outermost() == {net}
+    parallel.device_ids = [0, 1]
+    assert names.full_name(net[0][0]) == "DataParallel.module.0.0"
+    assert names.outermost() == {parallel}
+
+
 def test_a_module_at_the_address_of_a_deleted_one_does_not_inherit_its_name(names):
     nets = [nn.Sequential(nn.ReLU()) for _ in range(100)]
     addresses = {id(net[0]) for net in nets}

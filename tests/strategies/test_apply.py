@@ -34,6 +34,18 @@ def test_a_part_of_a_model_with_a_plan_cannot_get_another():
         apply(model[0], Precision("bf16"))
 
 
+def test_what_a_data_parallel_over_one_gpu_calls_gets_the_plan():
+    parallel = nn.DataParallel(nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(2))))
+    inputs = torch.ones(3, 2)
+    before = parallel(inputs)
+    assert apply(parallel, Checkpointing("0")) is parallel
+    assert torch.equal(parallel(inputs), before)
+    with pytest.raises(UsageError, match="already"):
+        apply(parallel.module, Checkpointing("1"))
+    assert revert(parallel) is parallel
+    apply(parallel.module, Checkpointing("1"))
+
+
 def test_revert_without_a_plan_does_nothing():
     model = net()
     assert revert(revert(model)) is model

@@ -191,7 +191,7 @@ class _Injected:
             return
         if self.models.found and not self.models.are_final:
             raise UsageError("the script has put its models into others since it created their optimizer.")
-        if called is not None and called not in self.models.names.outermost():
+        if called is not None and not self.models.is_model(called):
             raise UsageError("the script calls a part of its model.")
         if "optimizer_state" in strategies and _ENGINE in sys.modules:
             raise UsageError("the script uses memfit.Engine, which itself carries out optimizer_state.")

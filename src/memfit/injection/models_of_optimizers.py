@@ -49,6 +49,12 @@ class ModelsOfOptimizers:
         """Hook the creation of optimizers."""
         hooks.wrap(_OPTIMIZER, "__init__", self._optimized)
 
+    def is_model(self, called: Any) -> bool:
+        """Whether a module that the script calls is a whole model."""
+        from memfit.recording.module_names import called_module
+
+        return called_module(called) in self.names.outermost()
+
     def taken_by(self, parameters: Iterable[Any]) -> list[Any]:
         """Return the outermost models that have one of some parameters, in the order of their names."""
         ids = set(map(id, parameters))

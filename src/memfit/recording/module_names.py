@@ -35,6 +35,17 @@ def path_without_wrappers(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in _WRAPPED)
 
 
+def called_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that a ``DataParallel`` over one GPU, or none, calls; any other module unchanged.
+
+    Source: ``DataParallel.forward`` in torch/nn/parallel/data_parallel.py, PyTorch 2.14.1.
+    """
+    if not isinstance(module, torch.nn.DataParallel) or len(getattr(module, "device_ids", ())) > 1:
+        return module
+    inside = module._modules.get("module")
+    return module if inside is None else called_module(inside)
+
+
 class ModuleNames:
     """Dotted names of modules, as in ``named_modules`` of their outermost parent.
 
@@ -78,7 +89,9 @@ class ModuleNames:
         """Return the known live modules that have no parent."""
         parents = (parent() for places in self._places.values() for parent, _ in places)
         known = {*self._places, *parents} - {None}
-        return {module for module in known if self._parent(module)[0] is None}
+        return {
+            module for module in known if self._parent(module)[0] is None and called_module(module) is module
+        }
 
     def full_name(self, module: torch.nn.Module) -> str:
         """Return the outermost parent's class and the dotted path below it: ``GPT.blocks.0.mlp``."""
@@ -111,7 +124,8 @@ class ModuleNames:
         for ref, name in self._places.get(module, ()):
             parent = ref()
             children = getattr(parent, "_modules", {})
-            if name in children and children[name] is module:
+            held = name in children and children[name] is module
+            if parent is not None and held and called_module(parent) is parent:
                 yield parent, name
 
 

@@ -27,7 +27,7 @@ from memfit.ghost.compile.compiled_kernel_work import KERNELS
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.model_input_digests import ModelInputRecorder
-from memfit.recording.module_names import ModuleNames
+from memfit.recording.module_names import ModuleNames, called_module
 from memfit.recording.operation_interception import (
     InterceptionModeAllowingCompilation,
     call_before_compilations,
@@ -100,7 +100,8 @@ class SecondStepRecorder:
     def _called(
         self, original: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        trains = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if trains and called_module(module) is module:
             if module is self._model and self._recorder is not None and self._recorder.has_backward:
                 self._finish()  # the next micro-batch: from now on, gradients exist all the time
             if self._recorder is None and any(each.requires_grad for each in module.parameters()):

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memfit.errors import UsageError
+from memfit.recording.module_names import called_module
 from memfit.strategies.mechanisms.master_weights import (
     function_to_round_into_parameters,
     replace_optimizer_parameters,
@@ -65,6 +66,9 @@ def apply(model: nn.Module, plan: Any, *, optimizer: Optimizer | None = None) ->
     >>> model.weight.dtype, revert(model).weight.dtype
     (torch.bfloat16, torch.float32)
     """
+    if called_module(model) is not model:
+        apply(called_module(model), plan, optimizer=optimizer)
+        return model
     configuration = Configuration.of(plan)
     in_loop = isinstance(plan, str | PathLike) and Path(plan).suffix == ".json"
     plan = replace(configuration.plan, accumulation=None) if in_loop else configuration.plan
@@ -236,8 +240,9 @@ def revert(model: nn.Module) -> nn.Module:
     Raises:
         UsageError: the model is a copy of a model with a plan, or a part of one.
     """
-    if isinstance(model, DistributedDataParallel):
-        revert(model.module)
+    inside = model.module if isinstance(model, DistributedDataParallel) else called_module(model)
+    if inside is not model:
+        revert(inside)
         return model
     undo = _APPLIED.pop(model, None)
     if undo is not None:
