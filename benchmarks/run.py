@@ -38,7 +38,6 @@ BENCHMARKS = (
     Benchmark("chunked_head", 1, "ChunkedHead beside the plain head and PyTorch's operation: time and peak"),
     Benchmark("cudnn_versions", 30, "cuDNN's answers by version, for published jobs", "6 GB of wheels"),
     Benchmark("dry_run_speed", 6, "dry runs relative to `import torch`: time and host memory"),
-    Benchmark("engine_calls", 1, "one window of Engine.fit: calls, files and file switches"),
     Benchmark("engine_arena", 2, "memfit.Engine with Caffe's mem_param: the process's peak"),
     Benchmark("engine_overhead", 5, "memfit.Engine against hand-written loops: time of a step"),
     Benchmark("engines", 30, "Megatron-LM and torchtitan, rank by rank", "a clone of one of them"),

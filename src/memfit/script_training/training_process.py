@@ -16,11 +16,13 @@ from memfit.ghost.build.torch_install import installed_torch_version
 from memfit.injection.inject_plan import inject_change
 from memfit.injection.injection_files import InjectionSettings
 from memfit.injection.one_of_several_ranks import become_one_process, leave_job
+from memfit.injection.save_models_without_plan import save_models_without_plan
 from memfit.patching.after_import import call_after_import
 from memfit.patching.installed_hooks import InstalledHooks
-from memfit.planning.plan_file import PlanFile, read_plan
+from memfit.planning.plan_file import PlanFile
 from memfit.run.run_script_as_python import print_exception_as_python_does, run_script_as_main
 from memfit.script_training.plan_application_watcher import CONF, PlanApplicationWatcher
+from memfit.strategies.read_plan_or_settings import read_plan_or_settings
 from memfit.termination_signals import INTERRUPTED
 from memfit.versions import __version__
 from memfit.watching.prediction import PlannedPeak
@@ -48,7 +50,7 @@ def main() -> None:
     """Train the script on the command line."""
     settings = msgspec.json.decode(sys.argv[1], type=TrainSettings)
     command = tuple(sys.argv[2:])
-    plan = read_plan(Path(settings.plan))
+    plan = read_plan_or_settings(Path(settings.plan))
     outcome = PlanApplicationWatcher(
         settings.plan, plan, command, as_far_as_it_goes=settings.as_far_as_it_goes
     )
@@ -62,6 +64,7 @@ def main() -> None:
     whole = not outcome.left_out and plan.is_sharded == sharded
     inject_change(InjectionSettings(change, silent=False, strict=True), outcome.report)
     call_after_import("torch", outcome.watch_steps)
+    call_after_import("torch", save_models_without_plan)
     call_after_import("torch", _watch(settings, plan, command, whole=whole).start)
     try:
         run_script_as_main(command + change.arguments, module=settings.module)
