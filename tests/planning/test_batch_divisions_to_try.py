@@ -8,7 +8,7 @@ import torch
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.choose_checkpointing import CheckpointChooser
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
-from memfit.records import LoaderBatchSize, ScriptEnd
+from memfit.records import LoaderBatchSize, ScriptEnd, StepInputs
 from memfit.report.public_json import result_to_json
 from support.planned_networks import feed_forward
 from support.planned_script import (
@@ -138,6 +138,40 @@ def test_divisions_end_where_one_fits_tightly_and_no_other_can_be_less_tight():
     found = find(assumed(script), needed + round(0.5 * SPREAD * OUTSIDE))
     assert (found.is_tight, found.chosen.change.micro_batches.count) == (True, 2)
     assert script.divided == [2, 4]
+
+
+class Sliced(BatchedScript):
+    """A script whose slices need more than its micro-batches.
+
+    Args:
+        more: MiB that slices need beside the micro-batches, by their number.
+    """
+
+    def __init__(self, more):
+        super().__init__()
+        self.more_in_slices, self.sliced = more, []
+        for size, step in self.steps.items():
+            self.steps[size] = replace(step, samples=StepInputs(shapes=((size, 8),)))
+        self.step = self.steps[128]
+
+    def __call__(self, change, what):
+        slices = change.plan.get("batch_slices")
+        if slices is None:
+            return super().__call__(change, what)
+        count = slices["count"]
+        self.sliced.append(count)
+        peak = CheckpointChooser(self.steps[128 // count], work).plain_peak
+        return TrialResult(needing(-(-peak // MIB) + self.more_in_slices[count]), ("Net (optimizer: t:1)",))
+
+
+def test_where_slices_are_tight_smaller_ones_are_tried():
+    halves = CheckpointChooser(Sliced({}).steps[64], work).plain_peak // MIB
+    room = halves + round(SPREAD * OUTSIDE) // MIB + 20  # within which the micro-batches are not tight
+    script = Sliced({2: 40, 4: 0})
+    found = find(assumed(script), room * MIB + OUTSIDE)
+    assert script.divided == [2, 4]
+    assert (found.chosen.change.plan, found.is_tight) == ({"batch_slices": {"count": 4}}, False)
+    assert script.sliced == [2, 4]
 
 
 def test_where_only_bits_count_batches_stay_whole():

@@ -93,11 +93,14 @@ class BatchDivisionsToTry:
 
         Args:
             found: the fastest plan that fits.
-            bases: of the search; smaller parts are made where slices need more than micro-batches.
+            bases: of the search; smaller parts are made where slices need more than micro-batches, and
+                where all that fit are tight.
             ran: returns all plans that ran.
         """
         chosen = self._sliced.fastest(found, ran())
-        while is_made_by_loop(chosen) and self.left and not self._sliced.refused:
+        while self.left and not self._sliced.refused:
+            if not is_made_by_loop(chosen) and self._runs.fits(chosen):
+                break
             bases += self.make(bases[0], bases[-1])
             chosen = self._sliced.fastest(found, ran())
         return chosen

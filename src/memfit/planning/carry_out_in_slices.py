@@ -44,7 +44,10 @@ class SlicedPlans:
         for plan in sorted({id(each): each for each in (found, *fitting)}.values(), key=attrgetter("time")):
             divided = plan.change.micro_batches
             if divided is None or not divided.by_hand:
-                return plan
+                if self._runs.fits(plan):
+                    return plan
+                tight.append(plan)
+                continue
             self.refused |= divided.dim is None
             if self.refused or plan.needs.bytes + more.get(divided.count, 0) > self._budget:
                 continue

@@ -15,6 +15,7 @@ from memfit.errors import TargetError
 from memfit.ghost.build.torch_install import installed_torch_version
 from memfit.injection.inject_plan import inject_change
 from memfit.injection.injection_files import InjectionSettings
+from memfit.injection.save_models_without_plan import save_models_without_plan
 from memfit.patching.after_import import call_after_import
 from memfit.planning.plan_file import PlanFile, read_plan
 from memfit.run.run_script_as_python import print_exception_as_python_does, run_script_as_main
@@ -56,6 +57,7 @@ def main() -> None:
         os.environ[CONF] = change.allocator
     inject_change(InjectionSettings(change, silent=False, strict=True), outcome.report)
     call_after_import("torch", outcome.watch_steps)
+    call_after_import("torch", save_models_without_plan)
     call_after_import("torch", _watch(settings, plan, command, whole=not outcome.left_out).start)
     try:
         run_script_as_main(command + change.arguments, module=settings.module)

@@ -102,11 +102,11 @@ class SlicedForward(WrappedForward):
             if not others:
                 raise
             self._splitter = BatchSplitter(advice=ADVICE)  # the other knows these arguments as shared
+            self._dims[passed] = others
             try:
                 self._rules[passed] = self._rule(call, samples, positional, others)
             except UsageError:
                 raise error from None
-            self._dims[passed] = others
 
     def _rule(
         self, call: dict[Any, Any], samples: int, positional: int, dims: Mapping[Any, int]
