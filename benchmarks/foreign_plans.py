@@ -13,7 +13,7 @@ its data are made, and it runs unmodified:
     memfit train --plan plan.json SCRIPT, and python SCRIPT, on the CPU, in turns
 
 The measured time is the processor time between the first and the last number that the script reads from its
-tensors, relative to plain Python; the predicted one is that of an assumed A100. The losses are those numbers.
+tensors, relative to plain Python; the predicted one is the assumed card's. The losses are those numbers.
 Results of other scripts that the file of --json has are kept. Exits with 1 if a cell neither succeeds nor has
 a plan refused for the reason that foreign_scripts.py states.
 """
@@ -31,7 +31,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from foreign_scripts import SCRIPTS, ForeignScript
+from foreign_scripts import SCRIPTS as OWN_LOOPS
+from foreign_scripts import ForeignScript
+from foreign_trainers import TRAINERS
 from measuring import (
     GIB,
     MEMFIT,
@@ -44,6 +46,7 @@ from measuring import (
     write_or_print,
 )
 
+SCRIPTS = (*OWN_LOOPS, *TRAINERS)
 TOLERANCE = 1e-5
 """Greatest difference of a loss, relative to it."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
@@ -130,14 +133,16 @@ def _journey(script: ForeignScript, folder: Path, cell: Cell, rounds: int) -> Ce
         allocated = _memfit(script, folder, "dry-run", "--plan", str(file))["peak"]["allocated"]
     if verdict != "fits" or allocated != plan["allocated"]:
         raise FailedJourneyError(f"dry run: {verdict}, {allocated}, planned {plan['allocated']}")
-    verified = _memfit(script, folder, "verify", "--plan", str(file))
+    verified = _memfit(script, folder, "verify", "--plan", str(file), more=script.on_cpu)
     if verified["verdict"] != "verified":
         raise FailedJourneyError(f"verify: {verified['verdict']} {verified['reason']}")
     if script.needs_gpu:
         return _with(cell, trained=False)
     ways = {
         "plain": lambda: _train(script, folder, (sys.executable,)),
-        "planned": lambda: _train(script, folder, (*MEMFIT, "train", "--plan", str(file))),
+        "planned": lambda: _train(
+            script, folder, (*MEMFIT, "train", "--plan", str(file), *_separate(script))
+        ),
     }
     ratios, differences, losses = [], [], 0
     for found in in_turns(ways, rounds):
@@ -154,14 +159,23 @@ def _journey(script: ForeignScript, folder: Path, cell: Cell, rounds: int) -> Ce
     return cell if max(differences) <= TOLERANCE else _with(cell, fault="losses differ")
 
 
-def _memfit(script: ForeignScript, folder: Path, command: str, *options: str) -> dict[str, Any]:
+def _separate(script: ForeignScript) -> tuple[str, ...]:
+    """Return what comes before a script that may have options of memfit's names."""
+    return () if script.command[0] == "-m" else ("--",)
+
+
+def _memfit(
+    script: ForeignScript, folder: Path, command: str, *options: str, more: Sequence[str] = ()
+) -> dict[str, Any]:
     """Run a command of memfit on the script; return its JSON, with the words of the chosen plan."""
     card = () if command == "verify" else ("--gpu", script.gpu)
     found, done = memfit_json(
         command,
         *card,
         *options,
+        *_separate(script),
         *script.command,
+        *more,
         environment=OFFLINE | script.environment,
         folder=folder,
         seconds=LIMIT,
@@ -234,7 +248,7 @@ def markdown(found: Sequence[Cell]) -> str:
     return (
         f"# Scripts of others under plans\n\n`python benchmarks/foreign_plans.py CHECKOUTS`: {good} of "
         f"{len(found)} cells as they must be. Needs are assumed (the CUDA context), predicted times too "
-        "(A100-80GB), measured ones are processor time on a CPU; losses as the script reads them, relative "
+        "(the card's), measured ones are processor time on a CPU; losses as the script reads them, relative "
         f"to plain Python's.\n\n{table(head, 'lrrlrrrll', rows)}\n\n{sources}"
     )
 

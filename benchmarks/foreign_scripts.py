@@ -153,7 +153,7 @@ SCRIPTS = (
         "pytorch/examples at 77f55b9",
         "examples/imagenet",
         _words(f"imagenet_groupnorm.py {_IMAGE_NET} -a resnet18_gn -b 48"),
-        partial(_image_net, count=144),
+        partial(_image_net, count=96),
         packages=("torchvision",),
         gpu="T4",
     ),

@@ -16,7 +16,6 @@ def _follow_reads() -> None:
     import torch
 
     torch.manual_seed(0)  # some scripts seed nothing
-    torch.manual_seed(0)  # some scripts seed nothing
     own = tuple(path for name in ("memfit", "torch") for path in sys.modules[name].__path__)
     item, parent = torch.Tensor.item, os.getpid()
 
