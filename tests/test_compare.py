@@ -141,3 +141,19 @@ def test_rows_of_one_gpu_need_what_the_script_needs_under_their_plans_and_are_fo
     as_written, bf16, fp16, two, four, *_ = found.runs
     assert as_written.time == 1.0 < two.time < four.time  # at least 5 us per kernel
     assert fp16.peak.allocated.most - bf16.peak.allocated.most in range(4 * 512 + 1)  # the scale
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.toml", "batch_slices = 4"), ("a.py", "batch_slices = 4\n1 / 0")]
+)
+def test_a_row_may_be_a_file_of_settings_for_which_a_dry_run_has_the_same(tmp_path, dry_run, name, text):
+    script, settings = tmp_path / "train.py", tmp_path / name
+    script.write_text(textwrap.dedent(SCRIPT))
+    settings.write_text(text)
+    with warm_process.scripts():
+        _, row = memfit.compare(script, gpu="H100", rows=[str(settings)]).runs
+    assert row.name == f"as in {settings}"
+    under = dry_run(SCRIPT, options=("--plan", str(settings), "--gpu", "H100"))
+    assert under.code == 0, under.err
+    assert under.answer["peak"]["allocated"] == row.peak.allocated.most
+    assert row.plan == ("memfit.BatchSlices(count=4)",)

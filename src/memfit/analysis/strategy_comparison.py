@@ -17,7 +17,8 @@ from memfit.records import (
     ScriptEnd,
 )
 
-AS_WRITTEN = "as written"
+AS_WRITTEN, AS_IN = "as written", "as in "
+"""The name of the script itself, and what precedes the name of a file of settings."""
 SHARDINGS = {"DDP": "ddp", "ZeRO-1": "zero1", "FSDP2": "fsdp2"}
 """Modes of ``memfit.Sharding`` by their names."""
 
@@ -102,6 +103,7 @@ def compared_run_of_trial(
     return ComparedRun(
         name=of.name,
         plan=of.change.code,
+        settings=of.change.strategies,
         own_sharding=of.change.own_sharding,
         models=early.models,
         rank=rank,
@@ -125,7 +127,11 @@ def with_change_from_first_run(runs: Sequence[ComparedRun]) -> tuple[ComparedRun
 def compared_run_from_failure(of: StrategyCombination, end: ScriptEnd) -> ComparedRun:
     """Return that strategies cannot be applied, or that the script fails with them, and why."""
     return ComparedRun(
-        of.name, of.change.code, own_sharding=of.change.own_sharding, reason=why_run_failed(end)
+        of.name,
+        of.change.code,
+        of.change.strategies,
+        own_sharding=of.change.own_sharding,
+        reason=why_run_failed(end),
     )
 
 

@@ -1,11 +1,12 @@
 """Compare strategies for a script: each row of the result is a run of the script on the ghost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.strategy_comparison import (
+    AS_IN,
     StrategyCombination,
     compared_run_from_failure,
     compared_run_of_trial,
@@ -36,6 +37,8 @@ from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, checked_script_argv
 from memfit.run.resolve_ghost_settings import resolve_ghost_settings
+from memfit.strategies.read_plan_or_settings import read_plan_or_settings
+from memfit.strategies.settings_files import SUFFIXES
 from memfit.trials.rank_runs import RankRun, RankRuns, UnfinishedRankError
 
 
@@ -72,7 +75,8 @@ def compare(  # noqa: PLR0913 - one parameter an option
         nnodes: machines.
         steps: training steps after which memfit stops each run; None lets it run to its end.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
-        rows: names of rows, or of groups of them, to be compared with the script as written; by default all.
+        rows: names of rows, or of groups of them, and files of plans or settings, to be compared with the
+            script as written; by default all rows.
         on_progress: called about ten times a second.
 
     Raises:
@@ -93,7 +97,9 @@ def compare(  # noqa: PLR0913 - one parameter an option
         values=values,
     )
     world_size = options.rank.world_size
-    _expect_known(rows, list(strategies_to_compare(world_size)))
+    files = [Path(name) for name in rows if Path(name).suffix in SUFFIXES]
+    _expect_known([name for name in rows if Path(name) not in files], strategies_to_compare(world_size))
+    own = [StrategyCombination(f"{AS_IN}{file}", read_plan_or_settings(file).change) for file in files]
     command = checked_script_argv(script, arguments, options, None)
     device, card = resolve_ghost_settings(options).device, find_device(gpu)
     with RankRuns(command, options, on_progress) as ranks:
@@ -102,7 +108,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
         base, *others = strategies_to_compare(
             world_size, distributed=ranks.distributed, own=written.sharding_calls, card=card
         )
-        chosen = [one for one in others if not rows or {one.name, one.group} & set(rows)]
+        chosen = [one for one in others if not rows or {one.name, one.group} & set(rows)] + own
         runs, interrupted = [_largest(base, first, device, plain)], False
         refused: dict[Change, ScriptEnd] = {}
         try:
@@ -135,14 +141,14 @@ def compare(  # noqa: PLR0913 - one parameter an option
     )
 
 
-def _expect_known(rows: Sequence[str], known: Sequence[StrategyCombination]) -> None:
+def _expect_known(rows: Iterable[str], known: Iterable[StrategyCombination]) -> None:
     """Check that there are rows, or groups of rows, of some names.
 
     Raises:
         UsageError: there are not.
     """
-    groups = dict.fromkeys(one.group for one in known if one.group)
-    names = [one.name for one in known if one.group]
+    listed = [one for one in known if one.group]
+    groups, names = dict.fromkeys(one.group for one in listed), [one.name for one in listed]
     for name in rows:
         if name not in groups and name not in names:
             raise UsageError(

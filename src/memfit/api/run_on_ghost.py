@@ -29,12 +29,12 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.api.traces import summarize
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.planning.advice import find_advice
-from memfit.planning.plan_file import read_plan
 from memfit.records import Change, DeviceUse, DryRun, EquivalentRanks, Note, Provenance, ScriptLocation, Trace
 from memfit.run.launchers import check_world_size_is_one
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, RecordedRun, ScriptProgress, checked_script_argv, run_script
 from memfit.run.resolve_ghost_settings import resolve_ghost_settings
+from memfit.strategies.read_plan_or_settings import read_plan_or_settings
 from memfit.temporary_folders import TemporaryFolder
 from memfit.trace.trace_file import write_trace
 from memfit.trials.script_standbys import ScriptRun, ScriptStandbys
@@ -131,7 +131,7 @@ def _planned(file: Path, options: RunOptions) -> tuple[Change, RunOptions]:
     Raises:
         UsageError: the plan shards the model, and the script is to run as one process.
     """
-    planned = read_plan(file)
+    planned = read_plan_or_settings(file)
     rank = options.rank
     if planned.is_sharded:
         if rank.world_size == 1:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from memfit.card.detect_card import detect_card
 from memfit.errors import UnsuitableEnvironmentError, UsageError
-from memfit.planning.plan_file import read_plan
 from memfit.records import Verification, VerificationVerdict
 from memfit.run.options import RunOptions
 from memfit.run.parent import ScriptProgress, checked_script_argv
+from memfit.strategies.read_plan_or_settings import read_plan_or_settings
 from memfit.verification.runs_under_plan import measure_peak_under_plan, verify_plan
 
 _REHEARSAL = "memfit's ghost stands in for the GPU, as in a rehearsal, and the ghost computes no gradients."
@@ -34,7 +34,7 @@ def verify(
     Args:
         script: path of the script, or a module's name with ``module=True``.
         arguments: the script's own arguments. A smaller model or shorter sequences are verified sooner.
-        plan: the file that ``memfit plan -o`` wrote.
+        plan: the file that ``memfit plan -o`` wrote, or a file of settings, as for ``memfit.configure``.
         module: run a module as ``python -m`` does.
         on_progress: called before each run.
 
@@ -46,7 +46,7 @@ def verify(
     >>> found.verdict, found.planned.largest  # doctest: +SKIP
     ('verified', 0.0)
     """
-    change = read_plan(Path(plan))
+    change = read_plan_or_settings(Path(plan))
     if change.is_sharded:
         raise UsageError(f"{plan} shards the model over several GPUs; memfit verify runs one process.")
     if change.world_size > 1:

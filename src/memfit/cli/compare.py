@@ -51,7 +51,8 @@ def compare(
 
     Args:
         rows: Compare only these with the script as written: names of rows, or of groups of them (precision,
-            slices, checkpointing, offload, optimizer, combinations, sharding), with commas between them.
+            slices, checkpointing, offload, optimizer, combinations, sharding), and files of settings as for
+            memfit train --plan, with commas between them.
         steps: Stop each run after this many training steps, at least 2 for times.
         html: Write the table, with a chart of time against memory, as an HTML page to this file: a single
             page that loads no other files.

@@ -151,7 +151,9 @@ def dry_run(
             without terminal input and with its output hidden. Each of these runs writes the script's output
             files again. It is the quick form of memfit plan, which finds the fastest mix of changes.
         plan: Run the script under the plan in this file, which memfit plan -o wrote: memfit applies it when
-            the script creates its optimizer, and sets PYTORCH_ALLOC_CONF if the plan does.
+            the script creates its optimizer, and sets PYTORCH_ALLOC_CONF if the plan does. Or a file of
+            settings, such as fp16 = dict(loss_scale=512.): JSON, TOML, or a config.py of MMEngine, which is
+            read and never run.
         values: The values that the script gets when it reads from the GPU. The defaults are
             float=1,int=1,bool=false,all=true,copy=0,count=upper; list only the ones to change. 'all' is the
             result of torch.all and similar checks. 'copy' is the value of every number in a tensor that is

@@ -26,16 +26,17 @@ def train(
     output and exit code. A script that ends without the plan has the exit code 3.
 
     Args:
-        plan: The file that memfit plan -o wrote.
+        plan: The file that memfit plan -o wrote; or a file of settings, such as fp16 = dict(loss_scale=512.):
+            JSON, TOML, or a config.py of MMEngine, which is read and never run.
         as_far_as_it_goes: Train even if a part of the plan cannot be applied. memfit says at the end what was
             left out.
         prediction: The trace that memfit dry-run --plan plan.json -o FILE wrote, to compare each step with.
     """
-    from memfit.planning.plan_file import read_plan
     from memfit.python_command import command_running_module
     from memfit.run.options import RunOptions
     from memfit.run.parent import checked_script_argv
     from memfit.script_training.training_process import TrainSettings
+    from memfit.strategies.read_plan_or_settings import read_plan_or_settings
     from memfit.trace.trace_file import read_trace
 
     require_script("train", command, {"--plan": plan, "--prediction": prediction})
@@ -45,7 +46,7 @@ def train(
             "memfit train trains scripts. Train a job in a script of your own: "
             f'engine = memfit.Engine(make_job(), "{plan}"), and engine.fit(loader).'
         )
-    read_plan(plan)
+    read_plan_or_settings(plan)
     if prediction is not None:
         read_trace(prediction)
     target = checked_script_argv(command[0], command[1:], RunOptions(module=module), None)

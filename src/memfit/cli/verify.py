@@ -29,7 +29,8 @@ def verify(
     arguments may make the model smaller than in training.
 
     Args:
-        plan: The file that memfit plan -o wrote.
+        plan: The file that memfit plan -o wrote; or a file of settings, such as fp16 = dict(loss_scale=512.):
+            JSON, TOML, or a config.py of MMEngine, which is read and never run.
     """
     from memfit.records import VerificationVerdict
 

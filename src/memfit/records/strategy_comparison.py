@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from memfit.records.dry_run import PeakRange
 from memfit.records.own_sharding import CallOptions, ShardingCalls
@@ -19,6 +20,8 @@ class ComparedRun:
     """``DDP + checkpointing``; ``as written`` for the script itself."""
     plan: tuple[str, ...]
     """The strategies as Python expressions."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The same as settings: of ``memfit.configure``, or of a file for ``memfit train --plan``."""
     own_sharding: Mapping[str, CallOptions] = field(default_factory=dict)
     """By call with which the script shards itself: arguments in place of its own."""
     models: tuple[str, ...] = ()

@@ -169,7 +169,8 @@ class PlanApplicationWatcher:
         """
         self._say(text)
         if not self._as_far and not self._has_stepped:
-            again = f"memfit plan -o {self._file} {shlex.join(command_as_typed(self._command))}"
+            file = self._file if self._file.endswith(".json") else "plan.json"  # not over settings
+            again = f"memfit plan -o {shlex.quote(file)} {shlex.join(command_as_typed(self._command))}"
             self._stop(
                 f"before the first step. Make a plan for this command ({again}), or train with {FLAG}, which "
                 "leaves out what cannot be applied"

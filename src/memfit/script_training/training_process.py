@@ -17,9 +17,10 @@ from memfit.injection.inject_plan import inject_change
 from memfit.injection.injection_files import InjectionSettings
 from memfit.injection.save_models_without_plan import save_models_without_plan
 from memfit.patching.after_import import call_after_import
-from memfit.planning.plan_file import PlanFile, read_plan
+from memfit.planning.plan_file import PlanFile
 from memfit.run.run_script_as_python import print_exception_as_python_does, run_script_as_main
 from memfit.script_training.plan_application_watcher import CONF, PlanApplicationWatcher
+from memfit.strategies.read_plan_or_settings import read_plan_or_settings
 from memfit.termination_signals import INTERRUPTED
 from memfit.versions import __version__
 from memfit.watching.prediction import PlannedPeak
@@ -47,7 +48,7 @@ def main() -> None:
     """Train the script on the command line."""
     settings = msgspec.json.decode(sys.argv[1], type=TrainSettings)
     command = tuple(sys.argv[2:])
-    plan = read_plan(Path(settings.plan))
+    plan = read_plan_or_settings(Path(settings.plan))
     outcome = PlanApplicationWatcher(
         settings.plan, plan, command, as_far_as_it_goes=settings.as_far_as_it_goes
     )

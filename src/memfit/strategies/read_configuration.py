@@ -1,4 +1,4 @@
-"""Settings from a dict or a TOML file, under memfit's names and those of older systems.
+"""Settings from a dict or a file, under memfit's names and those of older systems.
 
     precision = "bf16"                       the strategy's first field
     batches_per_update = 4                   a field of one strategy, under its own name
@@ -12,7 +12,6 @@ Every setting is echoed with the plan's field that it became. Contradictory sett
 errors.
 """
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from os import PathLike
@@ -20,13 +19,12 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from memfit.errors import FileFormatError, UsageError
-from memfit.input_files import read_input_file
-from memfit.planning.plan_file import read_plan
 from memfit.strategies.arena_settings import ArenaSettings
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale
 from memfit.strategies.read_trainer_settings import LIGHTNING_PRECISION, TRAINER_READERS
 from memfit.strategies.setting_checks import unknown_name_error
+from memfit.strategies.settings_files import read_settings_file
 from memfit.strategies.translate_other_frameworks_settings import NOTHING, TranslatedSetting
 from memfit.strategies.translate_other_frameworks_settings import READERS as LEGACY_READERS
 
@@ -56,7 +54,6 @@ ALIASES = {
 """Names with one meaning: a strategy, or a field of one or of the arena."""
 
 _MAX_DEPTH = 32
-_MAX_FILE = 1 << 20  # bytes of a file of settings
 """Levels of dicts and lists that are read; real settings have about four."""
 _MAX_BITS = 64
 
@@ -109,8 +106,9 @@ def configure(given: "Mapping[str, Any] | str | PathLike[str]") -> Configuration
     """Read settings from a dict or a file.
 
     Args:
-        given: a dict of plain values, the path of a TOML file, the path of a plan file (``.json``), or the
-            path of a network in Caffe's text format (``.prototxt``), from which ``mem_param`` is read.
+        given: a dict of plain values, or the path of a file of them: TOML, JSON (which may be a plan file),
+            a network in Caffe's text format (``.prototxt``), from which ``mem_param`` is read, or a Python
+            file that assigns literals (``.py``), such as a configuration of MMEngine, which is never run.
 
     Raises:
         UsageError: a name is unknown (the message suggests the nearest), a value is invalid, or two settings
@@ -149,24 +147,13 @@ def configure(given: "Mapping[str, Any] | str | PathLike[str]") -> Configuration
 def _file(given: str | PathLike[str]) -> Mapping[str, Any]:
     instead = "Pass a dict of settings, or the path of a file."
     try:
-        path = Path(given)
-        if path.suffix == ".json":
-            return read_plan(path).change.plan
-        text = read_input_file(path, _MAX_FILE).decode()
-    except UnicodeDecodeError as error:
-        raise FileFormatError(
-            f"Cannot read settings from {given}: it is not a text file ({error})."
-        ) from None
+        return read_settings_file(Path(given), {*TABLES, *ALIASES, *READERS})
     except FileFormatError as error:
+        if Path(given).exists():
+            raise
         raise UsageError(f"{error} {instead}") from None
     except (TypeError, ValueError) as error:  # not a path
         raise UsageError(f"Cannot read settings from {given!r}: {error}. {instead}") from None
-    if path.suffix == ".prototxt":
-        return {"mem_param": text}
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # and numbers of thousands of digits
-        raise FileFormatError(f"Cannot read settings from {path}: it is not valid TOML ({error}).") from None
 
 
 def _expect_plain(given: Any, name: str, levels: int) -> None:

@@ -1,12 +1,16 @@
 """A script under several strategies, on the terminal: a row for each, and what to write to get it."""
 
-from collections.abc import Iterator
+import json
+import shlex
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from memfit.analysis.strategy_comparison import AS_IN
 from memfit.records import ComparedRun, StrategyComparison
+from memfit.records.command_as_typed import command_as_typed
 from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.layout import plain_table, share_as_bar, subject_in_words
 from memfit.report.terminal.plan_instructions import (
@@ -106,9 +110,29 @@ def instructions_of_comparison(result: StrategyComparison) -> Iterator[str]:
     for own in result.sharding_calls:
         if own.options or own.others:
             yield f"\nTo train with an option of {own.name}, {own_sharding_instruction(own, 'it')}"
-    plans = {run.name: plan for run in result.runs if run.models and (plan := _plan(run, result))}
-    if not plans:
-        return
+    applied = [run for run in result.runs if run.models]
+    yield from _as_it_is(result, applied)
+    rows = [run for run in applied if not run.name.startswith(AS_IN)]
+    if plans := {run.name: plan for run in rows if (plan := _plan(run, result))}:
+        yield from _in_the_script(result, plans)
+
+
+def _as_it_is(result: StrategyComparison, applied: list[ComparedRun]) -> Iterator[str]:
+    """Yield how to train the unmodified script with what a row has."""
+    script = escaped(shlex.join(command_as_typed(result.command)))
+    for run in applied:
+        if run.name.startswith(AS_IN):
+            file = escaped(shlex.quote(run.name.removeprefix(AS_IN)))
+            yield f"\nTo train the script as it is: memfit train --plan {file} {script}"
+        elif run.settings and "sharding" not in run.settings:
+            settings = escaped(json.dumps(run.settings))
+            yield f"\nTo train the script as it is, with a row's settings in a file such as {settings}:"
+            yield f"    memfit train --plan row.json {script}"
+            return
+
+
+def _in_the_script(result: StrategyComparison, plans: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Yield the code of each row, and where it belongs."""
     models = escaped(", ".join(next(run.models for run in result.runs if run.models)))
     sharded = any(code.startswith(_SHARDED) for run in result.runs if run.models for code in run.plan)
     yield "\nTo train with the plan of a row, write:"
