@@ -23,7 +23,7 @@ def _lines(count: int, least: int, most: int) -> list[str]:
 def _corpus(folder: Path) -> None:
     data = folder / "data/tiny"
     data.mkdir()
-    for name, count in (("train", 5000), ("valid", 40), ("test", 40)):
+    for name, count in (("train", 9500), ("valid", 40), ("test", 40)):
         (data / f"{name}.txt").write_text("\n".join(_lines(count, 19, 19)) + "\n")
 
 
@@ -36,7 +36,7 @@ def _image_folders(folder: Path) -> None:
 def _unet(folder: Path) -> None:
     from diffusers import UNet2DModel
 
-    write_images(folder / "images", 192, 32)
+    write_images(folder / "images", 168, 32)
     UNet2DModel(
         sample_size=32,
         layers_per_block=1,
@@ -139,7 +139,7 @@ TRAINERS = (
         "diffusers/examples/unconditional_image_generation",
         _words(
             "train_unconditional.py --train_data_dir images --model_config_name_or_path unet --resolution 32 "
-            "--center_crop --train_batch_size 64 --num_epochs 1 --eval_batch_size 1 "
+            "--center_crop --train_batch_size 56 --num_epochs 1 --eval_batch_size 1 "
             "--ddpm_num_inference_steps 2 --output_dir out --learning_rate 1e-3 --lr_warmup_steps 0 "
             "--lr_scheduler constant"
         ),
