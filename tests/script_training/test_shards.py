@@ -119,12 +119,12 @@ JOIN = 'torch.distributed.init_process_group("gloo")'
     [
         (
             "torch.ones(4, 4)",
-            "torch.full((4, 4), float(os.getpid()))",
+            "torch.full((4, 4), 1.0 + int(os.environ['RANK']))",
             "rank 1 has another value of the batch",
         ),
         (
             "model(x).sum()",
-            "(model(x) * os.getpid()).sum()",
+            "(model(x) * (1 + int(os.environ['RANK']))).sum()",
             "rank 1 has another value of the gradient of the",
         ),
         ("model(x)", "model[1](model[0](x))", "the script does not call Sequential itself"),

@@ -246,10 +246,7 @@ def _tight(result: ScriptPlan, chosen: PlanRun) -> str:
 def _ranks(result: ScriptPlan) -> Iterator[str]:
     """Say what the figures are of."""
     if result.sharded:
-        yield (
-            "\nThe figures are of the rank that needs most. Every rank trains on batches of the script's own "
-            "size."
-        )
+        yield "\nThe figures are of the rank that needs most. The ranks share each batch of the script's."
         return
     yield "\nThe figures are of the rank that needs most."
     if result.ran < result.world_size:
