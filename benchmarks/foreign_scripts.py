@@ -35,6 +35,8 @@ class ForeignScript:
     """Needed besides torch."""
     gpu: str = "A100-80GB"
     """The card that is assumed."""
+    needs_gpu: bool = False
+    """Whether it refuses to train on a CPU: then the ghost alone trains it under a plan."""
     environment: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[float, str] = field(default_factory=dict)
     """By share of the need: why no plan fits, in the words of an expert."""
@@ -151,7 +153,7 @@ SCRIPTS = (
         "pytorch/examples at 77f55b9",
         "examples/imagenet",
         _words(f"imagenet_groupnorm.py {_IMAGE_NET} -a resnet18_gn -b 48"),
-        partial(_image_net, count=144),
+        partial(_image_net, count=96),
         packages=("torchvision",),
         gpu="T4",
     ),
@@ -164,6 +166,10 @@ SCRIPTS = (
         packages=("wandb", "tqdm", "pillow", "matplotlib"),
         gpu="T4",
         environment={"WANDB_MODE": "disabled"},
+        refused={
+            0.45: "batch normalization permits no slices, and the context, the weights with their gradients, "
+            "and what one block of full resolution saves and computes exceed it"
+        },
     ),
     ForeignScript(
         "DiT",
@@ -176,6 +182,7 @@ SCRIPTS = (
         _dit,
         packages=("diffusers", "timm", "torchvision"),
         gpu="T4",
+        needs_gpu=True,
         environment=_ONE_RANK,
     ),
 )

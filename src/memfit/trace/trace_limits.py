@@ -1,6 +1,6 @@
 """How large a trace may be. Beyond these limits memfit neither writes nor reads one.
 
-                      most         GPT-2 small, 330 steps (benchmarks/explain_speed.py)
+                      most         GPT-2 small, 330 steps
 events               16,777,216    970,473
 rows of a table       1,048,576      1,320 (marks)
 bytes of the header  67,108,864    236,589
