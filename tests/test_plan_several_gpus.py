@@ -83,10 +83,13 @@ def test_a_script_for_one_gpu_is_sharded_as_far_as_it_must_be_and_needs_what_the
     text, found = planned(script, 1860, plan)  # MiB: 108 stay free, because the context may be larger
     assert "on each of 2 GPUs instead of" in text.partition("\n")[0]
     assert [run["plan"] for run in found["tried"]][-2:] == [
-        {"sharding": {"mode": "zero1"}},
-        {"sharding": {"mode": "fsdp2"}},
+        {"sharding": {"mode": "zero1", "split_batch": True}},
+        {"sharding": {"mode": "fsdp2", "split_batch": True}},
     ]
-    assert (found["plan"], found["equality"]) == ({"sharding": {"mode": "fsdp2"}}, "up to rounding")
+    assert (found["plan"], found["equality"]) == (
+        {"sharding": {"mode": "fsdp2", "split_batch": True}},
+        "up to rounding",
+    )
     assert (found["nproc"], found["distributed"], found["rank"]) == (2, False, 0)
     parameters = 4 * 6 * (2 * 4 * 1024 * 1024 + 5 * 1024)
     assert found["sent"] == [parameters, 3 * parameters // 2]

@@ -283,10 +283,12 @@ def test_the_table_has_the_figures_and_what_to_write(compare):
     assert "Not possible: checkpointing, checkpointing (every 2nd), checkpointing (products kept)," in text
     assert text.count("Net has no blocks") == 1
     assert re.search(
-        r"    DDP [+] offload +\[memfit[.]Offload[(][)], memfit[.]Sharding[(]mode='ddp'[)]\]\n", text
+        r"    DDP [+] offload +\[memfit[.]Offload[(][)], "
+        r"memfit[.]Sharding[(]mode='ddp', split_batch=True[)]\]\n",
+        text,
     )
     assert "torch.distributed.init_process_group()" in text
-    assert "Every rank trains on batches of the script's own size." in text
+    assert "The ranks share each batch of the script's." in text
 
 
 def test_a_script_with_a_sharding_of_its_own_is_told_what_to_add_to_it(compare):

@@ -89,12 +89,13 @@ class _NumpyGenerator:
 PYTHON, NUMPY = _PythonGenerator(), _NumpyGenerator()
 
 
-def seed_generators() -> None:
-    """Seed the global generators: runs of a script that seeds none draw the same."""
+def seed_generators(seed: int = 0) -> None:
+    """Seed the global generators: runs, or ranks, of a script that seeds none draw the same."""
     import torch
 
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(0)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global one
+    torch.manual_seed(seed)
 
 
 @contextmanager

@@ -64,7 +64,8 @@ def test_a_script_that_joins_a_group_without_ddp_is_refused(injector, group):
         injector("ddp").shard(nn.Linear(2, 2))
 
 
-def test_a_model_that_moves_to_the_gpu_later_is_refused(injector):
+def test_a_model_that_moves_to_the_gpu_later_is_refused(injector, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UsageError, match="Linear is not on the GPU yet when its optimizer is created"):
         injector("fsdp2").shard(nn.Linear(2, 2))
     assert not dist.is_initialized()
@@ -82,6 +83,7 @@ def test_calls_of_a_model_go_through_its_wrapper_once_and_copies_do_not(injector
             return model(x)
 
     one._route(model, Wrapper())
+    one._await_call(model)
     assert one.uncalled == ("Linear",)
     x = torch.ones(1, 2)
     assert torch.equal(model(x), model.forward(x))

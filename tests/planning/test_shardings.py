@@ -76,18 +76,18 @@ def printed(found):
 def test_the_sharding_that_sends_least_is_taken_if_it_fits(share, mode):
     script = ShardedScript()
     found = planned(script, share)
-    assert found.chosen.change.plan == {"sharding": {"mode": mode}}
+    assert found.chosen.change.plan == {"sharding": {"mode": mode, "split_batch": True}}
     assert (found.chosen.time, found.bound) == (1.0, 1.0)
-    assert found.as_written.change.plan == {"sharding": {"mode": "ddp"}}
+    assert found.as_written.change.plan == {"sharding": {"mode": "ddp", "split_batch": True}}
     assert [ran for ran, _ in script.ran] == ["ddp", "zero1", "fsdp2"][: list(NEEDS).index(mode) + 1]
     assert found.models == ("Net (optimizer: t:1)",)
-    assert f"memfit.Sharding(mode='{mode}')" in printed(found)
+    assert f"memfit.Sharding(mode='{mode}', split_batch=True)" in printed(found)
     assert ("optimizer = memfit.Sharding" in printed(found)) == (mode == "zero1")
 
 
 def test_what_is_recomputed_is_named_as_in_the_script():
     found = planned(ShardedScript(), 0.8)
-    assert found.chosen.change.plan["sharding"] == {"mode": "fsdp2"}
+    assert found.chosen.change.plan["sharding"] == {"mode": "fsdp2", "split_batch": True}
     names = [
         name for each in found.chosen.change.plan["checkpointing"]["regions"] for name in each["modules"]
     ]
@@ -102,7 +102,7 @@ def test_shards_are_offloaded_only_if_nothing_else_is_enough(monkeypatch):
     script = ShardedScript(MUCH | {"offloaded": 0.4})
     found = planned(script, 0.45)
     assert found.chosen.time == 1.0 + 0.5 / forward_and_backward_seconds(script.step, work)
-    assert found.chosen.change.plan == {"sharding": {"mode": "fsdp2", "offload": True}}
+    assert found.chosen.change.plan == {"sharding": {"mode": "fsdp2", "split_batch": True, "offload": True}}
     assert script.ran.index(("offloaded", False)) > script.ran.index(("fsdp2", False))
     assert "FSDP2 with offload" in printed(found)
 
@@ -120,13 +120,17 @@ def test_where_every_bit_counts_gradients_are_summed_as_with_ddp():
     script = ShardedScript()
     found = planned(script, 0.9, AllowedChanges(rounding=False))
     assert {mode for mode, _ in script.ran} == {"ddp", "zero1"}
-    assert found.chosen.change.plan["sharding"] == {"mode": "zero1"}
+    assert found.chosen.change.plan["sharding"] == {"mode": "zero1", "split_batch": True}
     assert found.chosen.equality == "bit for bit"
 
 
 def test_a_sharding_that_does_not_suit_the_script_is_named_and_left_out():
     found = planned(ShardedScript({"ddp": None}), 1.15)
-    assert found.as_written.change.plan == found.chosen.change.plan == {"sharding": {"mode": "zero1"}}
+    assert (
+        found.as_written.change.plan
+        == found.chosen.change.plan
+        == {"sharding": {"mode": "zero1", "split_batch": True}}
+    )
     assert found.dropped == ("With DDP, no ddp.",)
 
 
@@ -171,7 +175,10 @@ def test_names_stay_where_nothing_wraps_the_model():
 @pytest.mark.parametrize(("mode", "whole", "in_two"), [("ddp", 2, 4), ("zero1", 3, 5), ("fsdp2", 3, 6)])
 def test_what_a_rank_sends_and_copies_follows_from_the_bytes_of_parameters(mode, whole, in_two):
     terms = Term("parameters", Figure(800, Provenance.EXACT)), Term("inputs", Figure(7, Provenance.EXACT))
-    run = replace(planned(ShardedScript(), 1.25).chosen, change=Change({"sharding": {"mode": mode}}))
+    run = replace(
+        planned(ShardedScript(), 1.25).chosen,
+        change=Change({"sharding": {"mode": mode, "split_batch": True}}),
+    )
     assert bytes_sent_per_step(run, terms, 4) == whole * 600
     halves = replace(run.change, micro_batches=DividedBatches(2, 4, "", ""))
     assert bytes_sent_per_step(replace(run, change=halves), terms, 4) == in_two * 600

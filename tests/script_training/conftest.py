@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.new_processes import run_python
+from support.new_processes import run_python, start_ranks
 
 ROOT = Path(__file__).parents[2]
 CPU = Path(__file__).with_name("cpu")
@@ -65,5 +65,19 @@ def train(python, tmp_path):
         (tmp_path / "script.py").write_text(textwrap.dedent(script))
         flags = ["--as-far-as-it-goes"] * as_far
         return python("-m", "memfit", "train", "--plan", plan, *flags, "script.py", *arguments, **options)
+
+    return run
+
+
+@pytest.fixture
+def train_on(tmp_path):
+    """Return a function that trains a script as several ranks; the CPU stands in for their GPUs."""
+
+    def run(ranks, script, plan, *arguments):
+        (tmp_path / "script.py").write_text(textwrap.dedent(script))
+        command = ["-m", "memfit", "train", "--plan", plan, "script.py", *arguments]
+        path = os.pathsep.join(filter(None, (str(CPU), os.environ.get("PYTHONPATH"))))
+        variables = {"PYTHONPATH": path, "MEMFIT_TEST_DIGEST": os.devnull}
+        return [Trained(*each, "") for each in start_ranks(ranks, command, tmp_path, **variables)]
 
     return run

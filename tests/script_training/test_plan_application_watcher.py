@@ -42,11 +42,19 @@ def test_what_takes_a_change_of_the_script_stops_it_before_it_starts(train, plan
     assert (trained.code, trained.out) == (3, "")
     assert "NOT APPLIED, as it takes a change of the script: 2 micro-batches of 2" in trained.err
     assert "loss = loss / 2" in trained.err
-    assert "change of the script: sharding: write model = memfit.apply(model, PLAN)" in trained.err
     assert (
         "memfit: stopped before the script started. Write that in the script, and then train it with "
         "--as-far-as-it-goes.\n"
     ) in trained.err
+
+
+def test_a_sharding_takes_several_processes(train, plan_file):
+    plan = plan_file({"checkpointing": {}, "sharding": {"mode": "ddp"}}, nproc=2)
+    trained = train(STEPS, plan, "--lr", "3")
+    assert (trained.code, trained.out) == (3, "")
+    assert "NOT APPLIED: sharding takes a process for each GPU, and this is the only one" in trained.err
+    again = f"torchrun --nproc-per-node 2 -m memfit train --plan {plan} script.py --lr 3"
+    assert f"memfit: stopped before the script started. Write {again}.\n" in trained.err
 
 
 def test_a_script_trains_as_far_as_it_goes_and_the_last_line_says_what_was_left_out(train, plan_file):

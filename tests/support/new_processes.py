@@ -1,6 +1,7 @@
 """Python and memfit in new processes; ``warm_process`` runs memfit in forks, which takes less time."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,29 @@ def start_memfit(
         text=True,
         start_new_session=True,
     )
+
+
+def start_ranks(ranks, command, cwd, timeout=240, **environment):
+    """Run Python as the ranks of a job, as torchrun does; return the code, output and errors of each."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(ranks):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+        variables = {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                cwd=cwd,
+                env=os.environ | variables | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        return [(each.returncode, *texts) for each in started if (texts := each.communicate(timeout=timeout))]
+    finally:
+        for each in started:
+            each.kill()

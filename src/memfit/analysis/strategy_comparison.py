@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.needed_memory import process_bytes_on_smallest_gpu
@@ -21,6 +22,11 @@ AS_WRITTEN, AS_IN = "as written", "as in "
 """The name of the script itself, and what precedes the name of a file of settings."""
 SHARDINGS = {"DDP": "ddp", "ZeRO-1": "zero1", "FSDP2": "fsdp2"}
 """Modes of ``memfit.Sharding`` by their names."""
+
+
+def sharding_settings(mode: str) -> dict[str, Any]:
+    """Return the settings with which memfit shards a script for one GPU."""
+    return {"mode": mode, "split_batch": True}
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
 
     memfit runs the script once for each row, without input and with its output hidden; each run writes the
     script's output files again. Most runs go on from a copy of the first, made just before it trained. On
-    several GPUs, every rank trains on batches of the script's own size.
+    several GPUs, the ranks share each batch of the script's.
 
     Args:
         script: path of the script, or a module's name with ``module=True``.

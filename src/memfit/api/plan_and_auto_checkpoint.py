@@ -71,7 +71,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
         gpu: name of a device in the table (``memfit gpus``); times are estimated for it.
         in_use: bytes of device memory that other processes hold.
         nproc: processes on each machine, with a GPU each: every rank must fit. A script that trains on one
-            GPU is sharded if that is needed; each rank trains on batches of the script's own size.
+            GPU is sharded if that is needed; the ranks share each of its batches.
         nnodes: machines.
         steps: training steps after which memfit stops each run, at least 2.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.

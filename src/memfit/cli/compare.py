@@ -43,7 +43,7 @@ def compare(
     row with the reason. Times are estimated from the operations of a step, for the GPU of --gpu.
 
     With --nproc, the table also has DDP, ZeRO-1 and FSDP2, each with and without checkpointing and offload,
-    and shows the rank that needs most. Each rank trains on batches of the script's own size. A script that
+    and shows the rank that needs most. The ranks share each batch of the script's. A script that
     itself calls fully_shard, DistributedDataParallel or deepspeed.initialize is compared with other options
     of these calls instead.
 

@@ -56,7 +56,7 @@ def plan(
     also tries to update parameters in the backward, and to keep the state on the host: bit for bit, too.
 
     With --nproc, the plan is one for every rank, and its needs are those of the rank that needs most. A
-    script that trains on one GPU then trains on all of them, each rank on batches of the script's own size:
+    script that trains on one GPU then trains on all of them, which share each of its batches:
     with DDP if that fits, otherwise with ZeRO-1 or FSDP2, which memfit applies when the script creates its
     optimizer. Times are estimated for the GPU of --gpu.
 

@@ -21,9 +21,11 @@ def train(
     memfit applies the plan when the script creates its optimizer, and sets PYTORCH_ALLOC_CONF if the plan
     does. If a part of the plan cannot be applied, memfit ends the script before its first step, and says what
     to write: micro-batches in its loop take a change of the script; the model may be another than the plan
-    was made for. memfit compares the measured peak with the one that the plan predicts. If memory runs out,
-    memfit writes a post-mortem. Apart from that, the script runs as under python: to its end, with its own
-    output and exit code. A script that ends without the plan has the exit code 3.
+    was made for. Under torchrun, a script for one GPU trains as ranks that share each of its batches: as one
+    process would, but for rounding and dropout. memfit compares the measured peak with the one that the plan
+    predicts. If memory runs out, memfit writes a post-mortem. Apart from that, the script runs as under
+    python: to its end, with its own output and exit code. A script that ends without the plan has the exit
+    code 3.
 
     Args:
         plan: The file that memfit plan -o wrote; or a file of settings, such as fp16 = dict(loss_scale=512.):
@@ -46,7 +48,7 @@ def train(
             "memfit train trains scripts. Train a job in a script of your own: "
             f'engine = memfit.Engine(make_job(), "{plan}"), and engine.fit(loader).'
         )
-    read_plan_or_settings(plan)
+    sharded = read_plan_or_settings(plan).is_sharded
     if prediction is not None:
         read_trace(prediction)
     target = checked_script_argv(command[0], command[1:], RunOptions(module=module), None)
@@ -54,5 +56,7 @@ def train(
         str(plan), module, "" if prediction is None else str(prediction), as_far_as_it_goes
     )
     process = command_running_module("memfit.script_training.training_process")
+    if sharded:  # every rank goes through a set in the same order
+        os.environ.setdefault("PYTHONHASHSEED", "0")
     # In place of this process: signals, the exit code and torchrun's bookkeeping are the script's.
     os.execv(sys.executable, [*process, settings.to_json(), *target])  # noqa: S606

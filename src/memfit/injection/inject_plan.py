@@ -1,9 +1,9 @@
 """Run a script with strategies injected: ``install(CHANGE.json)`` is called before it.
 
-When an optimizer takes the parameters of
-a model, the model gets the plan, as if the script had called ``memfit.apply`` just before. Submodules get no
-plan of their own, even if the script calls them directly. A plan that the script itself applies, as with
-``memfit.Engine``, is completed: its own settings stay. Sharding takes more: see ``inject_sharding``.
+When an optimizer takes the parameters of a model, the model gets the plan, as if the script had called
+``memfit.apply`` just before. Submodules get no plan of their own, even if the script calls them directly. A
+plan that the script itself applies, as with ``memfit.Engine``, is completed: its own settings stay. Sharding
+takes more: see ``inject_sharding``.
 """
 
 import functools
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="carry out a plan on what it trains")
 _LOADER = Patch("torch.utils.data.dataloader:DataLoader", "__init__", why="change the script's batch size")
 _APPLY = Patch("memfit.strategies.apply", "apply_to_model", why="pass on the plan")
-
 
 _ENGINE = "memfit.train.engine"
 
@@ -243,7 +242,7 @@ class _PlanInjector:
             from memfit.injection import inject_sharding
 
             self._sharder = inject_sharding.ShardingInjector(
-                self._plan.sharding, self._plan, self._refuse, self._report
+                self._plan.sharding, self._plan, self._refuse, self._report, trains=settings.strict
             )
 
     def install(self, hooks: InstalledHooks) -> None:
@@ -376,6 +375,7 @@ class _PlanInjector:
             refusals=tuple(self._refusals),
             uncalled=sharder.uncalled if sharder is not None else (),
             shares=sharder.shares if sharder is not None else (),
+            notes=sharder.notes if sharder is not None else (),
         )
 
 

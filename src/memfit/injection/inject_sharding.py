@@ -6,7 +6,8 @@
 
     model(x) ──> DistributedDataParallel(x) ──> model(x)    ddp, zero1: the script still calls the model
 
-The memory is that of a script which calls ``memfit.apply`` just before it creates the optimizer.
+The memory is that of a script which calls ``memfit.apply`` just before it creates the optimizer. Every rank
+has the script's whole batches, and computes its share of each (``forward_of_rank``).
 """
 
 import gc
@@ -25,10 +26,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.errors import UsageError
+from memfit.injection.state_of_ranks import install_state_of_ranks, take_shards_when_loading
+from memfit.injection.what_ranks_share import WhatRanksShare
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.strategies.apply import apply
+from memfit.strategies.mechanisms.forward_of_rank import (
+    ForwardOfRank,
+    ShareOfRank,
+    batch_norms_in_training,
+)
 from memfit.strategies.mechanisms.module_patterns import class_name
+from memfit.strategies.mechanisms.wrap_forward import wrap_forward
 from memfit.strategies.plan import Plan
 from memfit.strategies.sharding import Sharding, sharding_of_model
 from memfit.units import format_bytes
@@ -51,14 +60,27 @@ class ShardingInjector:
         plan: the strategies to apply with it, the sharding included.
         refuse: called with the reason if the script and the sharding do not suit each other.
         on_change: called when ``shares`` or ``uncalled`` change.
+        trains: whether all ranks run, and train.
     """
 
     def __init__(
-        self, sharding: Sharding, plan: Plan, refuse: Callable[[str], None], on_change: Callable[[], None]
+        self,
+        sharding: Sharding,
+        plan: Plan,
+        refuse: Callable[[str], None],
+        on_change: Callable[[], None],
+        *,
+        trains: bool = False,
     ) -> None:
         self._sharding = sharding
         self._plan = plan
         self._refuse, self._on_change = refuse, on_change
+        self._share = ShareOfRank(refuse)
+        self._shared = WhatRanksShare() if trains else None
+        if self._shared is not None:
+            self._shared.seed()
+            self._share = ShareOfRank(refuse, self._shared.difference)
+        self._norms: list[str] = []
         self._joined = False
         self._models: list[weakref.ref[nn.Module]] = []
         self._uncalled: set[str] = set()
@@ -71,6 +93,7 @@ class ShardingInjector:
     def install(self, hooks: InstalledHooks) -> None:
         """Hook what the script may shard itself and, with zero1, the creation of optimizers."""
         hooks.wrap(_DDP, "__init__", self._wrapped)
+        install_state_of_ranks(hooks)
         if self._sharding.mode == "zero1":
             hooks.replace(_OPTIMIZER, "__new__", lambda _: staticmethod(self._new_optimizer))
         if self._sharding.mode == "fsdp2":
@@ -85,6 +108,18 @@ class ShardingInjector:
     def uncalled(self) -> tuple[str, ...]:
         """The classes of sharded models that the script has not called."""
         return tuple(sorted(self._uncalled))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a rank computes otherwise than one process would."""
+        if not self._norms:
+            return ()
+        others = f" and {len(self._norms) - 1} others" if self._norms[1:] else ""
+        note = (
+            f"{self._norms[0]}{others} normalise the samples of each rank apart. If the script calls "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), they normalise the whole batch."
+        )
+        return (note,)
 
     def has(self, model: nn.Module) -> bool:
         """Whether a model, or the model that it wraps, has been sharded."""
@@ -109,7 +144,15 @@ class ShardingInjector:
         if own is not None:
             apply(model, replace(self._plan, sharding=None))
         else:
-            sharded = apply(model, self._plan)
+            self._await_call(model)
+            if self._sharding.split_batch is not False:
+                self._norms += batch_norms_in_training(model)
+            sharded = apply(model, replace(self._plan, sharding=replace(self._sharding, split_batch=None)))
+            if self._sharding.split_batch is not False:
+                wrap_forward(model, self._share, ForwardOfRank)
+            elif self._shared is not None:
+                self._shared.seed(own=True)
+            take_shards_when_loading(model)
             if isinstance(sharded, DistributedDataParallel) and sharded is not model:
                 self._route(model, sharded)
         after = dict(model.named_parameters(remove_duplicate=False))
@@ -150,7 +193,8 @@ class ShardingInjector:
                 f"the script joins a process group itself, and {name} is in no DistributedDataParallel when "
                 "its optimizer is created. memfit does not know how its ranks share gradients."
             )
-        if any(parameter.device.type != "cuda" for parameter in model.parameters()):
+        on_gpu = torch.cuda.is_available()
+        if on_gpu and any(parameter.device.type != "cuda" for parameter in model.parameters()):
             raise UsageError(
                 f"{name} is not on the GPU yet when its optimizer is created. Move it to the GPU before "
                 "that line."
@@ -164,24 +208,31 @@ class ShardingInjector:
         module do not have it (torch/nn/modules/module.py, 2.14.1).
         """
         own = model._compiled_call_impl or model._call_impl
-        name = class_name(model)
         inside = False
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal inside
             if inside:
                 return own(*args, **kwargs)
-            if name in self._uncalled:
-                self._uncalled.remove(name)
-                self._on_change()
             inside = True
             try:
                 return sharded(*args, **kwargs)
             finally:
                 inside = False
 
-        self._uncalled.add(name)
         model.__dict__["_compiled_call_impl"] = call  # torch.compile's wrapper passes attributes on
+
+    def _await_call(self, model: nn.Module) -> None:
+        """Have a model be uncalled until the script calls it."""
+        name = class_name(model)
+
+        def called(*_: Any) -> None:
+            hook.remove()
+            self._uncalled.discard(name)
+            self._on_change()
+
+        hook = model.register_forward_pre_hook(called)
+        self._uncalled.add(name)
 
     def _wrapped(
         self, original: Callable[..., None], wrapper: Any, module: nn.Module, *args: Any, **kw: Any

@@ -44,6 +44,8 @@ class InjectionReport(msgspec.Struct, frozen=True):
     """Sharded models that the script has not called, by class."""
     shares: tuple[int, ...] = ()
     """As in ``TrialResult``."""
+    notes: tuple[str, ...] = ()
+    """What a rank of the script computes otherwise than one process would."""
     sharding_calls: tuple[ShardingCalls, ...] = ()
     """As in ``TrialResult``."""
     unfit_optimizer: str = ""

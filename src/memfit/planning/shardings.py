@@ -15,13 +15,17 @@ Source: NCCL's performance notes (https://github.com/NVIDIA/nccl-tests/blob/mast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from memfit.analysis.strategy_comparison import SHARDINGS
+from memfit.analysis.strategy_comparison import SHARDINGS, sharding_settings
 from memfit.planning.strategy_and_allocator_changes import strategy_change
 from memfit.records import Change, ModuleCall, PlanRun, ScriptPlan, ShardingCalls, StepOperations, Term
 from memfit.records.own_sharding import call_options_in_words, offloads_shards
 
-_DDP, _ZERO1, _FSDP2 = (strategy_change("sharding", {"mode": mode}, name) for name, mode in SHARDINGS.items())
-OFFLOADED_SHARDS = strategy_change("sharding", {"mode": "fsdp2", "offload": True}, "FSDP2 with offload")
+_DDP, _ZERO1, _FSDP2 = (
+    strategy_change("sharding", sharding_settings(mode), name) for name, mode in SHARDINGS.items()
+)
+OFFLOADED_SHARDS = strategy_change(
+    "sharding", sharding_settings("fsdp2") | {"offload": True}, "FSDP2 with offload"
+)
 UNSHARDED = _DDP
 """What a script for one GPU does on several as long as it fits."""
 _SAME_SUMS, _OTHER_SUMS = (_DDP, _ZERO1), (_FSDP2,)

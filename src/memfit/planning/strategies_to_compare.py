@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from memfit.analysis.strategy_comparison import AS_WRITTEN, SHARDINGS, StrategyCombination
+from memfit.analysis.strategy_comparison import AS_WRITTEN, SHARDINGS, StrategyCombination, sharding_settings
 from memfit.devices import Device
 from memfit.planning.batch_size_changes import batch_size_of_setting, find_batch_size_setting
 from memfit.planning.strategy_and_allocator_changes import block_checkpointing_policies
@@ -79,7 +79,7 @@ def strategies_to_compare(
     if "DistributedDataParallel" in calls:
         shardings = {"ZeRO-1": "zero1"}
     for name, mode in shardings.items():
-        yield from _sharded(name, mode)
+        yield from _sharded(name, sharding_settings(mode) if not distributed else {"mode": mode})
     for each in own:
         for options in (*each.options, *each.others):
             name, change = call_options_in_words(options), Change(own_sharding={each.call: options})
@@ -87,14 +87,14 @@ def strategies_to_compare(
             yield StrategyCombination(f"{name} + checkpointing", change | Change(_BLOCKS), _SHARDED)
 
 
-def _sharded(name: str, mode: str) -> Iterator[StrategyCombination]:
+def _sharded(name: str, settings: dict[str, Any]) -> Iterator[StrategyCombination]:
     """Yield a sharding alone, with checkpointing, with offload, and with both.
 
     With fsdp2, what is offloaded are the shards: offloaded activations would conflict with it.
     """
-    sharding: dict[str, Any] = {"sharding": {"mode": mode}}
-    if mode == "fsdp2":
-        offload = inputs = {"sharding": {"mode": mode, "offload": True}}
+    sharding: dict[str, Any] = {"sharding": settings}
+    if settings["mode"] == "fsdp2":
+        offload = inputs = {"sharding": {**settings, "offload": True}}
     else:
         offload, inputs = {**sharding, "offload": {}}, {**sharding, "offload": {"what": "inputs"}}
     for more, plan in (

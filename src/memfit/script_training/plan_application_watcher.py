@@ -50,7 +50,8 @@ class PlanApplicationWatcher:
         as_far_as_it_goes: bool,
     ) -> None:
         self._file, self._plan = file, plan
-        self.carried_out = automatic_part_of_change(plan.change)
+        self._ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self.carried_out = automatic_part_of_change(plan.change, self._ranks)
         """What of the plan needs no change of the script."""
         self.left_out = changes_left_to_user(plan.change)
         """What does, and how to carry it out."""
@@ -71,17 +72,27 @@ class PlanApplicationWatcher:
         """
         if self._as_far:
             atexit.register(self._repeat)  # below what the watch says: it registers later
-        for other in _made_for_others(self._plan, self._command, versions):
+        for other in _made_for_others(self._plan, self._command, versions, self._ranks):
             self._say(f"{self._file} was made {other}")
         for part in self.left_out:
             self._say(f"NOT APPLIED, as it takes a change of the script: {part}")
         if self.left_out and not self._as_far:
             self._stop(f"before the script started. Write that in the script, and then train it with {FLAG}")
+        if self._plan.is_sharded and self._ranks == 1:
+            self._say("NOT APPLIED: sharding takes a process for each GPU, and this is the only one")
+            if not self._as_far:
+                again = f"-m memfit train --plan {self._file} {shlex.join(command_as_typed(self._command))}"
+                ranks = self._plan.world_size if self._plan.world_size > 1 else "N"
+                self._stop(f"before the script started. Write torchrun --nproc-per-node {ranks} {again}")
         what = [*self.carried_out.plan, *["fused optimizers"] * self.carried_out.fused]
         what += map(call_options_in_words, self.carried_out.own_sharding.values())
         what += [f"{CONF}={self.carried_out.allocator}"] * bool(self.carried_out.allocator)
         what += [" ".join(self.carried_out.arguments)] * bool(self.carried_out.arguments)
         self._say(f"training under {self._file}: {', '.join(what) or 'nothing to apply'}")
+        if "sharding" in self.carried_out.plan:
+            shared = self.carried_out.plan["sharding"].get("split_batch") is not False
+            batches = "share each batch" if shared else "have batches of the script's size, each its own"
+            self._say(f"{self._ranks} ranks {batches}; rank 0 alone prints, and writes the script's files")
 
     def report(self, report: InjectionReport) -> None:
         """Say what has changed: a model has got the plan, or was refused it.
@@ -97,6 +108,8 @@ class PlanApplicationWatcher:
                 self._say(f"applied to {model}; it was made for {', '.join(self._plan.models)}")
             else:
                 self._miss(f"NOT APPLIED to {model}: it was made for {', '.join(self._plan.models)}")
+        for note in report.notes:
+            self._say(note)
         if report.operations is not None:
             planned = self._plan.operations
             same = planned is not None and report.operations.recomputes_as(planned)
@@ -154,6 +167,11 @@ class PlanApplicationWatcher:
         if self._last.unfit_optimizer:
             self._miss(f"NOT APPLIED: {self._last.unfit_optimizer}")
         if self._last.models:
+            for name in self._last.uncalled:
+                self._miss(
+                    f"NOT APPLIED to {name}: the script does not call {name} itself, but its methods or "
+                    "submodules, and memfit divides batches where the script calls the model"
+                )
             return
         for why, model in self._last.refusals:
             if model and not self._plan.made_for(model):
@@ -187,11 +205,12 @@ class PlanApplicationWatcher:
                 print(escaped(f"memfit: {text}"), file=sys.stderr, flush=True)
 
 
-def _made_for_others(plan: PlanFile, command: tuple[str, ...], versions: Mapping[str, str]) -> Iterator[str]:
+def _made_for_others(
+    plan: PlanFile, command: tuple[str, ...], versions: Mapping[str, str], ranks: int
+) -> Iterator[str]:
     """Yield what else than this run a plan was made for, as far as its file says."""
     if plan.command and plan.command != command:
         yield f"for another command: {shlex.join(command_as_typed(plan.command))}"
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if plan.command and plan.world_size != ranks:
         yield f"for {plan.world_size} rank{'s' * (plan.world_size > 1)}; this job has {ranks}"
     for name, known in (("memfit", "memfit"), ("torch", "PyTorch")):
@@ -200,13 +219,10 @@ def _made_for_others(plan: PlanFile, command: tuple[str, ...], versions: Mapping
             yield f"with {known} {made_with}; this is {versions[name]}"
 
 
-_IN_THE_LOOP = ("accumulation", "sharding")
-"""Strategies that a plan's settings may have, and that take a change of the script."""
-
-
-def automatic_part_of_change(change: Change) -> Change:
-    """Return the part of a change that memfit makes while the script trains."""
-    plan = {name: given for name, given in change.plan.items() if name not in _IN_THE_LOOP}
+def automatic_part_of_change(change: Change, ranks: int = 1) -> Change:
+    """Return the part of a change that memfit makes while the script trains as one of some ranks."""
+    left_out = ("accumulation", "sharding") if ranks == 1 else ("accumulation",)
+    plan = {name: given for name, given in change.plan.items() if name not in left_out}
     divided = change.micro_batches
     arguments = change.arguments if divided is not None and divided.by_option else ()
     return replace(change, plan=plan, micro_batches=None, arguments=arguments, loader=None)
@@ -215,8 +231,8 @@ def automatic_part_of_change(change: Change) -> Change:
 def changes_left_to_user(change: Change) -> tuple[str, ...]:
     """Return what else is in a change, and how to carry it out.
 
-    >>> changes_left_to_user(Change({"checkpointing": {}, "sharding": {"mode": "fsdp2"}}))
-    ('sharding: write model = memfit.apply(model, PLAN) before the optimizer is created.',)
+    >>> changes_left_to_user(Change({"checkpointing": {}, "accumulation": {"parts_per_batch": 2}}))
+    ("accumulation: accumulate gradients in the script's loop, or use memfit.Engine.",)
     """
     left_out, divided = [], change.micro_batches
     if divided is not None and not divided.by_option:
@@ -226,6 +242,4 @@ def changes_left_to_user(change: Change) -> tuple[str, ...]:
         )
     elif divided is None and "accumulation" in change.plan:
         left_out.append("accumulation: accumulate gradients in the script's loop, or use memfit.Engine.")
-    if "sharding" in change.plan:
-        left_out.append("sharding: write model = memfit.apply(model, PLAN) before the optimizer is created.")
     return tuple(left_out)

@@ -15,8 +15,10 @@ from memfit.errors import TargetError
 from memfit.ghost.build.torch_install import installed_torch_version
 from memfit.injection.inject_plan import inject_change
 from memfit.injection.injection_files import InjectionSettings
+from memfit.injection.one_of_several_ranks import become_one_process, leave_job
 from memfit.injection.save_models_without_plan import save_models_without_plan
 from memfit.patching.after_import import call_after_import
+from memfit.patching.installed_hooks import InstalledHooks
 from memfit.planning.plan_file import PlanFile
 from memfit.run.run_script_as_python import print_exception_as_python_does, run_script_as_main
 from memfit.script_training.plan_application_watcher import CONF, PlanApplicationWatcher
@@ -54,12 +56,16 @@ def main() -> None:
     )
     outcome.begin({"memfit": __version__, "torch": installed_torch_version()})
     change = outcome.carried_out
+    sharded = "sharding" in change.plan
+    if sharded:
+        become_one_process(InstalledHooks())
     if change.allocator:
         os.environ[CONF] = change.allocator
+    whole = not outcome.left_out and plan.is_sharded == sharded
     inject_change(InjectionSettings(change, silent=False, strict=True), outcome.report)
     call_after_import("torch", outcome.watch_steps)
     call_after_import("torch", save_models_without_plan)
-    call_after_import("torch", _watch(settings, plan, command, whole=not outcome.left_out).start)
+    call_after_import("torch", _watch(settings, plan, command, whole=whole).start)
     try:
         run_script_as_main(command + change.arguments, module=settings.module)
     except SystemExit as end:
@@ -70,6 +76,8 @@ def main() -> None:
         sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
     finally:
         ends_well = outcome.end()
+    if sharded:
+        leave_job()
     if not ends_well:
         sys.exit(TargetError.exit_code)
 

@@ -1,4 +1,4 @@
-"""Training on several GPUs: each rank has a batch of its own, and the ranks share what they hold.
+"""Training on several GPUs: each rank has a batch, or a share of one, and the ranks share what they hold.
 
                  parameters     gradients      optimizer state    between the ranks
     ddp          all            all            all                all-reduce of gradients
@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.recording.optimizer_accessors import parameters_of
+from memfit.strategies.mechanisms.forward_of_rank import ForwardOfRank, ShareOfRank
 from memfit.strategies.mechanisms.module_patterns import class_name, modules_named, repeated_blocks
+from memfit.strategies.mechanisms.wrap_forward import wrap_forward
 from memfit.strategies.precision import DTYPES, Dtype
 from memfit.strategies.setting_checks import check_setting_types
 
@@ -55,6 +57,9 @@ class Sharding:
     """
 
     mode: Mode = "ddp"
+    split_batch: bool | None = None
+    """Whether every rank is passed the whole batch and computes its share of it inside the model's call, as a
+    script for one GPU needs it. None: in such a script, which memfit shards, and not in loops of your own."""
     modules: str | tuple[str, ...] = ()
     """fsdp2: the modules whose parameters are gathered together, by name, pattern or class; without it, the
     blocks that the model repeats. What remains is a group of its own."""
@@ -117,6 +122,8 @@ class Sharding:
                 "torch.distributed.init_process_group() before, and start the script with torchrun "
                 "--nproc-per-node N SCRIPT, or memfit dry-run --nproc N SCRIPT."
             )
+        if self.split_batch:
+            wrap_forward(model, ShareOfRank(), ForwardOfRank)
         if self.mode == "fsdp2":
             self._fully_shard(model, world_size())
             return model

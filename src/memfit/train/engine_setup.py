@@ -204,6 +204,11 @@ def _check_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool
             f"{class_name(model)} is sharded already, but the plan has {plan.sharding}, too. Use one."
         )
     sharding = plan.sharding or found
+    if plan.sharding is not None and plan.sharding.split_batch:
+        raise UsageError(
+            "memfit.Engine cannot use split_batch: its ranks have batches of their own, of any sizes. "
+            "Leave out split_batch, and give each rank its share of the data (DistributedSampler)."
+        )
     if world_size() > 1 and sharding is None:
         raise UsageError(
             f"This process group has {world_size()} ranks, but nothing says how they share the training of "

@@ -41,10 +41,10 @@ def own_sharding_instruction(own: ShardingCalls, option: str) -> str:
 
 
 def launch_instruction(nproc: int) -> str:
-    """Return how to start a script so that its ranks train on different samples."""
+    """Return how to start a script whose ranks share each batch."""
     return (
-        "Give each rank its own part of the data (DistributedSampler), and start the script with "
-        f"torchrun --nproc-per-node {nproc}."
+        "Seed the data alike on every rank: each reads the whole batch, and the model computes the rank's "
+        f"share of it. Start the script with torchrun --nproc-per-node {nproc}."
     )
 
 

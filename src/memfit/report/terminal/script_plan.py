@@ -345,7 +345,7 @@ def _how_to_train(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Ite
 
 def _trains(result: ScriptPlan, chosen: PlanRun) -> bool:
     """Return whether ``memfit train`` carries out any of a plan."""
-    if result.sharded or is_job_command(result.command):
+    if is_job_command(result.command):
         return False
     by_option = chosen.change.micro_batches is not None and chosen.change.micro_batches.by_option
     own = chosen.change.plan.keys() - {"accumulation"}

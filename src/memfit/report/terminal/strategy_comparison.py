@@ -70,8 +70,8 @@ def what_rows_cover(result: StrategyComparison) -> str:
     if result.distributed:
         return f"On {result.world_size:,} GPUs, as the script trains on them; the rank that needs most:"
     return (
-        f"On {result.world_size:,} GPUs: the rank that needs most. Every rank trains on batches of the "
-        "script's own size."
+        f"On {result.world_size:,} GPUs: the rank that needs most. The ranks share each batch of the "
+        "script's."
     )
 
 

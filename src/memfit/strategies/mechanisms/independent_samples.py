@@ -23,7 +23,6 @@ from memfit.strategies.mechanisms.join_outputs import OutputLayouts, SamplesInOu
 from memfit.strategies.mechanisms.loss_divisor import LossRule
 from memfit.strategies.mechanisms.slice_parameters import (
     can_be_replaced,
-    is_sharded,
     leaf_aliases,
     parameters_replaced,
 )
@@ -91,11 +90,6 @@ def learn_outputs(
                 f"batch. {ADVICE}"
             )
         if (place := place_of_loss(pair)) is not None:
-            if is_sharded(module):
-                raise UsageError(
-                    "batch_slices: the model returns its loss, and FSDP shards its parameters. Return the "
-                    "outputs, and compute the loss in the training loop, or leave out batch_slices."
-                )
             losses = [leaves[place] for leaves, _ in outputs]
             if aliases:
                 _expect_known_leaves(losses[0], [*aliases.values(), *inputs])

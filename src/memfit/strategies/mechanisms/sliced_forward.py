@@ -33,6 +33,7 @@ from memfit.strategies.mechanisms.slice_parameters import (
     Aliases,
     ChainedAliases,
     can_be_replaced,
+    is_sharded,
     parameters_replaced,
 )
 from memfit.strategies.mechanisms.split_batch import BatchSplitter, even_micro_batch_sizes
@@ -76,6 +77,11 @@ class SlicedForward(WrappedForward):
         rule, dims = self._rules[passed], self._dims[passed]
         call = self._rows_first(as_passed, dims)
         if rule is not None:
+            if is_sharded(self.module):
+                raise UsageError(
+                    "batch_slices: the model returns its loss, and FSDP shards its parameters. Return the "
+                    "outputs, and compute the loss in the training loop, or leave out batch_slices."
+                )
             call, inputs = _with_leaves(call)
             parts = self._splitter.split(call, sizes)
             calls = [self._call(part, len(args), dims) for part in parts]

@@ -1,0 +1,127 @@
+"""Save and load the state of a sharded training as a script for one process does.
+
+    torch.save(state)              shards are gathered one by one, on all ranks; rank 0 writes one file
+    optimizer.state_dict()         zero1: rank 0 gets the state of all ranks
+    load_state_dict(state)         fsdp2: each rank takes its shards of whole tensors
+
+The file has plain tensors on the CPU, and loads without ranks.
+"""
+
+import copy
+import io
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from memfit.errors import UsageError
+from memfit.patching.installed_hooks import InstalledHooks
+from memfit.patching.patches import Patch
+
+_SAVE = Patch("torch.serialization", "save", also="torch", why="gather shards, and write one file")
+_ZERO = Patch(
+    "torch.distributed.optim.zero_redundancy_optimizer:ZeroRedundancyOptimizer",
+    "state_dict",
+    why="return the state of all ranks",
+)
+_LOAD = Patch("torch.optim.optimizer:Optimizer", "load_state_dict", why="take a rank's shards of a state")
+
+
+def install_state_of_ranks(hooks: InstalledHooks) -> None:
+    """Have the script's saving and loading suit its shards."""
+    hooks.wrap(_SAVE, "save", _save)
+    hooks.wrap(_ZERO, "state_dict", _whole_state_dict)
+    hooks.wrap(_LOAD, "load_state_dict", _load_optimizer)
+
+
+def take_shards_when_loading(model: nn.Module) -> None:
+    """Have a sharded model take its shards of the whole tensors that the script loads into it."""
+    for module in model.modules():
+        if any(isinstance(each, DTensor) for each in module.parameters(recurse=False)):
+            module.register_load_state_dict_pre_hook(_take_shards)  # type: ignore[no-untyped-call]
+
+
+def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, own in module.named_parameters(recurse=False):
+        if prefix + name in state:
+            state[prefix + name] = _shard_like(own, state[prefix + name])
+
+
+def _load_optimizer(
+    original: Callable[..., None], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    own = [each for group in optimizer.param_groups for each in group["params"]]
+    saved = [number for group in state["param_groups"] for number in group["params"]]
+    if len(own) == len(saved) and any(isinstance(each, DTensor) for each in own):
+        of = dict(zip(saved, own, strict=True))
+        entries = {
+            number: {name: _shard_like(of[number], value) for name, value in each.items()}
+            if number in of
+            else each
+            for number, each in state["state"].items()
+        }
+        state = {**state, "state": entries}
+    original(optimizer, state)
+
+
+def _shard_like(own: Any, value: Any) -> Any:
+    """Return this rank's shard of a whole tensor, divided as its own is; any other value is itself."""
+    whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if not whole or not isinstance(own, DTensor) or value.shape != own.shape:
+        return value
+    moved = value.detach().to(own.device)
+    return distribute_tensor(moved, own.device_mesh, own.placements, src_data_rank=None)
+
+
+def _save(original: Callable[..., None], value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+    """Save on rank 0; every rank takes part in gathering, and goes on when the file is there."""
+    is_first, in_memory = os.environ.get("RANK", "0") == "0", isinstance(file, io.BytesIO)
+    value = _whole(value, keeps=is_first or in_memory)
+    if is_first or in_memory:
+        original(value, file, *args, **kwargs)
+    if dist.is_initialized() and not in_memory:  # PyTorch itself saves objects to send them
+        dist.barrier()
+
+
+def _whole(value: Any, *, keeps: bool) -> Any:
+    """Return a value with whole tensors on the CPU in place of shards; containers without shards as they are.
+
+    Args:
+        value: to save.
+        keeps: whether this rank needs the result.
+    """
+    if isinstance(value, DTensor):
+        whole = value.full_tensor().detach()
+        return whole.cpu() if keeps else None
+    if isinstance(value, nn.Module) and any(isinstance(each, DTensor) for each in value.parameters()):
+        raise UsageError(
+            f"sharding: torch.save of a whole {type(value).__name__} would save this rank's shards. Save "
+            "model.state_dict()."
+        )
+    if isinstance(value, dict):
+        entries = {name: _whole(each, keeps=keeps) for name, each in value.items()}
+        if all(entries[name] is each for name, each in value.items()):
+            return value
+        copied = copy.copy(value)  # with what else it has, such as the versions of a state_dict
+        copied.update(entries)
+        return copied
+    if type(value) in (list, tuple):
+        items = [_whole(each, keeps=keeps) for each in value]
+        return value if all(map(_is, items, value)) else type(value)(items)
+    return value
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _whole_state_dict(original: Callable[..., Any], optimizer: Any) -> Any:
+    """Return the state of all ranks on rank 0, which saves it, and no state on the others."""
+    optimizer.consolidate_state_dict(to=0)
+    if optimizer.rank == 0:
+        return original(optimizer)
+    return {"state": {}, "param_groups": copy.copy(optimizer.param_groups)}

@@ -1,0 +1,272 @@
+"""A model's forward on one rank of several: it computes its share of the batch, and gets what others compute.
+
+    forward     batch ──> own rows ── model ──> own rows of outputs ── all-gather ──> outputs of the batch
+    backward    gradient of the outputs ──> own rows, times N ── model ──> gradients that ranks average
+
+The script of each rank has the whole batch, its outputs and its loss, as one process has: any loss of the
+outputs, metrics, logs and control flow are those of one process. A model that returns its loss gets that of
+the whole batch. Forwards without gradients, as in evaluation, run whole on every rank.
+"""
+
+import ctypes
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from memfit.card.detect_card import is_ghost_loaded
+from memfit.errors import UsageError
+from memfit.strategies.mechanisms.join_outputs import SamplesInOutput
+from memfit.strategies.mechanisms.loss_divisor import ADVICE, LossRule, SumOfSlices
+from memfit.strategies.mechanisms.sliced_forward import SlicedForward
+from memfit.strategies.mechanisms.split_batch import even_micro_batch_sizes
+
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Its name up to PyTorch 2.13 is the latter."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOfRank:
+    """How the batches of a model are divided among the ranks of the default process group."""
+
+    refuse: Callable[[str], None] = lambda _: None
+    """Called with the reason if they cannot be divided, before the error is raised."""
+
+    difference: Callable[[str, Any], str] = lambda *_: ""
+    """Returns why ranks cannot train together, if what each must have alike differs; its name comes first."""
+    dim: int = 0
+    """The dimension of the model's inputs along which samples lie."""
+
+    def expect_same(self, name: str, value: Any) -> None:
+        """Check that the ranks have something alike.
+
+        Raises:
+            UsageError: they do not.
+        """
+        if why := self.difference(name, value):
+            self.refuse(why)
+            raise UsageError(why)
+
+
+class ForwardOfRank(SlicedForward):
+    """The forward of a model that computes the rank's share of each batch; ``around``: a ``ShareOfRank``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward on this rank's share, if a backward may follow and each rank gets a sample.
+
+        Raises:
+            UsageError: the batch or the model's outputs cannot be divided.
+        """
+        forward = self.__wrapped__
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        try:
+            return self._share(forward, args, kwargs)
+        except UsageError as error:  # of the mechanism that batch slices use as well
+            why = str(error).replace("batch_slices", "sharding").replace("slice", "share")
+            self.around.refuse(why)
+            raise UsageError(why) from error
+
+    def _share(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        as_passed: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        samples = self._samples(self._rows_first(as_passed))
+        if samples < ranks:  # every rank computes all of it
+            return forward(*args, **kwargs)
+        self.around.expect_same("the batch", as_passed)
+        given = frozenset(name for name, each in as_passed.items() if each is not None)
+        passed = self.module.training, given
+        if passed not in self._rules:
+            with _evaluating_batch_norms(self.module):
+                self._learn(passed, as_passed, samples, len(args))
+        sizes, dims = even_micro_batch_sizes(samples, ranks), self._dims[passed]
+        call = self._rows_first(tree_map_only(torch.Tensor, _entering, as_passed), dims)
+        own_args, own_kwargs = self._arguments(self._splitter.split(call, sizes)[rank], len(args), dims)
+        with _random_numbers_of_rank(self.module, rank):
+            leaves, spec = tree_flatten(self._on_slice(*own_args, **own_kwargs))
+        if spec not in self._layouts:
+            raise UsageError(
+                "sharding: the model returns differently built outputs for its share of a batch and for two "
+                "samples. Return the same for every batch."
+            )
+        share = _Share(sizes, rank, self.around)
+        rule = self._rules[passed]
+        for index, place in enumerate(self._layouts[spec]):
+            leaf = leaves[index]
+            if place is not None:
+                leaves[index] = share.gathered(leaf, place)
+            elif rule is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaves[index] = _loss_of_ranks(leaf, rule)
+        return tree_unflatten(leaves, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Which samples of a batch a rank has."""
+
+    sizes: list[int]
+    rank: int
+    around: ShareOfRank
+
+    def gathered(self, own: torch.Tensor, place: SamplesInOutput) -> torch.Tensor:
+        """Return an output of the whole batch, from those of all ranks."""
+        dim, samples = place.dim, self.sizes[self.rank]
+        if place.alternate:
+            own, dim = place.rows(own.contiguous(), samples, 0, samples), dim + 1
+        whole: torch.Tensor = _Gathered.apply(own.movedim(dim, 0), self)
+        whole = whole.movedim(0, dim) if dim else whole
+        return whole.flatten(place.dim, dim) if place.alternate else whole.contiguous()
+
+    def rows(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return each rank's rows of a tensor that has some for every sample."""
+        of_each = whole.size(0) // sum(self.sizes)
+        return list(torch.split(whole, [size * of_each for size in self.sizes]))
+
+
+class _Gathered(torch.autograd.Function):
+    """An output of the whole batch; the gradient of this rank's rows, times the number of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, share: _Share) -> torch.Tensor:
+        ctx.share = share
+        own = own.contiguous()
+        rows = own.size(0) // share.sizes[share.rank]
+        whole = own.new_empty((rows * sum(share.sizes), *own.shape[1:]))
+        if len(set(share.sizes)) == 1:
+            _ALL_GATHER(whole, own)
+            return whole
+        parts = share.rows(whole)
+        parts[share.rank].copy_(own)
+        for src, part in enumerate(parts):
+            dist.broadcast(part, src)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        _expect_no_second_derivative()
+        share = ctx.share
+        share.around.expect_same("the gradient of the model's output", gradient)
+        return share.rows(gradient)[share.rank] * len(share.sizes), None
+
+
+class _Entered(torch.autograd.Function):
+    """An input that requires a gradient; its gradient is that of all ranks' rows."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        _expect_no_second_derivative()
+        gradient = gradient / dist.get_world_size()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class _LossOfRanks(torch.autograd.Function):
+    """The loss of the whole batch, of what each rank's samples add to it."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
+        both = torch.cat((own[None], divisors))
+        dist.all_reduce(both)
+        total, sums = both[0], both[1:]
+        if (
+            len(sums) > 1
+            and not is_ghost_loaded()
+            and not torch.allclose(divisors * sums[0], sums * divisors[0])
+        ):
+            raise UsageError(
+                "sharding: the model's loss adds means over different numbers of elements, which weigh the "
+                f"ranks' samples differently. {ADVICE}"
+            )
+        ctx.factor = dist.get_world_size() / sums[0] if len(sums) else dist.get_world_size()
+        return total / sums[0] if len(sums) else total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        _expect_no_second_derivative()
+        return gradient * ctx.factor, None
+
+
+def _entering(each: torch.Tensor) -> torch.Tensor:
+    entered: torch.Tensor = _Entered.apply(each) if each.requires_grad else each
+    return entered
+
+
+def _loss_of_ranks(loss: torch.Tensor, rule: LossRule) -> torch.Tensor:
+    """Return the loss of the whole batch.
+
+    Raises:
+        UsageError: its terms weigh the ranks' samples differently.
+    """
+    own = SumOfSlices(rule).add(loss)
+    given = [torch.as_tensor(each, dtype=own.dtype, device=own.device) for each in rule.divisors(loss)]
+    whole: torch.Tensor = _LossOfRanks.apply(own, torch.stack(given) if given else own.new_empty(0))
+    return whole.to(loss.dtype)
+
+
+def _expect_no_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "sharding: a second derivative (create_graph=True) needs the graphs of all ranks. Train this "
+            "script on one GPU, or write its training for several."
+        )
+
+
+@contextmanager
+def _random_numbers_of_rank(module: nn.Module, rank: int) -> Iterator[None]:
+    """Draw other random numbers on each rank within; afterwards every rank goes on with the same.
+
+    A model that draws none leaves the generator as it is. Python's and NumPy's generators, and the CPU's for
+    a model on a GPU, stay the same on all ranks: models choose layers with them.
+    """
+    device = next((each.device for each in module.parameters()), torch.device("cpu"))
+    generator = torch.default_generator
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index or 0]
+    before = generator.get_state()
+    common = zlib.crc32(_content(before)) << 20
+    generator.manual_seed(common + 1 + rank)
+    seeded = _content(generator.get_state())
+    try:
+        yield
+    finally:
+        if _content(generator.get_state()) == seeded:
+            generator.set_state(before)
+        else:
+            generator.manual_seed(common)
+
+
+def _content(state: torch.Tensor) -> bytes:
+    # .numpy() would dispatch operations, and an operation counter would add them to the forward.
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def batch_norms_in_training(module: nn.Module) -> list[str]:
+    """Return the names of the layers that normalise by the samples of a rank."""
+    return [
+        f"{type(part).__name__} {name or 'the model'}"
+        for name, part in module.named_modules()
+        if isinstance(part, _BatchNorm) and part.training and not isinstance(part, nn.SyncBatchNorm)
+    ]
+
+
+@contextmanager
+def _evaluating_batch_norms(module: nn.Module) -> Iterator[None]:
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training]
+    for part in norms:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in norms:
+            part.training = True

@@ -1,0 +1,189 @@
+"""`memfit train` under several ranks: a script for one GPU trains as one process does, and writes once."""
+
+import json
+import textwrap
+
+import pytest
+import torch
+
+from support.new_processes import run_python
+
+pytestmark = pytest.mark.process
+
+SCRIPT = """
+    import json, os, torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    x = torch.randn(39, 16)
+    y = (x.sum(1) > 0).long()
+    loader = DataLoader(TensorDataset(x, y), 16, shuffle=True)  # 16, 16 and 7 samples
+    model = nn.Sequential(nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 2))
+    model.to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    os.mkdir("out")
+    for epoch in range(2):
+        total = right = 0
+        for a, b in loader:
+            out = model(a.to("cuda"))
+            similar = nn.functional.normalize(out) @ nn.functional.normalize(out).T  # of all samples
+            loss = nn.functional.cross_entropy(out, b.to("cuda")) + 0.1 * similar.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            total += loss.item() * len(a)
+            right += (out.argmax(1) == b).sum().item()
+        with torch.no_grad():
+            seen = model(x).square().mean().item()
+        with open("out/log.jsonl", "a") as log:
+            log.write(json.dumps([total, right, seen, norm.item()]) + "\\n")
+        print("epoch", epoch, flush=True)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+        torch.save(state, "out/last.pt")
+        saved = torch.load("out/last.pt")  # as a script that goes on from its best epoch
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        torch.save(saved, "out/copy.tmp")
+        os.replace("out/copy.tmp", "out/copy.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Return what the script writes as one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "script.py").write_text(textwrap.dedent(SCRIPT).replace('"cuda"', '"cpu"'))
+    done = run_python("script.py", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return written(folder)
+
+
+def written(folder):
+    """Return the log and the state that a training has written."""
+    lines = (folder / "out/log.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], torch.load(folder / "out/last.pt")
+
+
+def gap(one, other):
+    return float((torch.as_tensor(one).double() - torch.as_tensor(other).double()).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks"),
+    [
+        ("ddp", 2),
+        ("zero1", 2),
+        pytest.param("fsdp2", 2),
+        pytest.param("ddp", 4, marks=pytest.mark.slow),
+        pytest.param("zero1", 4, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_gradients_and_the_saved_state_are_those_of_one_process(
+    train_on, plan_file, tmp_path, alone, mode, ranks
+):
+    trained = train_on(ranks, SCRIPT, plan_file({"sharding": {"mode": mode}}))
+    assert [each.code for each in trained] == [0] * ranks, trained[0].err + trained[-1].err
+    assert [each.out for each in trained] == ["epoch 0\nepoch 1\n"] + [""] * (ranks - 1)
+    assert f"memfit: {ranks} ranks share each batch; rank 0 alone prints" in trained[0].err
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["copy.pt", "last.pt", "log.jsonl"]
+    (log, state), (wanted_log, wanted) = written(tmp_path), alone
+    assert len(log) == len(wanted_log) == 2
+    assert gap(log, wanted_log) <= 1e-5  # sums over 39 samples
+    assert state["model"].keys() == wanted["model"].keys()
+    assert all(type(each) is torch.Tensor for each in state["model"].values())
+    assert max(gap(each, state["model"][name]) for name, each in wanted["model"].items()) <= 1e-6
+    own, theirs = state["optimizer"]["state"], wanted["optimizer"]["state"]
+    assert own.keys() == theirs.keys()
+    for number, entries in theirs.items():
+        assert all(gap(each, own[number][name]) <= 1e-6 for name, each in entries.items())
+
+
+STEP = """
+    import os, torch
+    from torch import nn
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.ones(4, 4)
+    model(x).sum().backward()
+    optimizer.step()
+    print("stepped")
+"""
+JOIN = 'torch.distributed.init_process_group("gloo")'
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (
+            "torch.ones(4, 4)",
+            "torch.full((4, 4), float(os.getpid()))",
+            "rank 1 has another value of the batch",
+        ),
+        (
+            "model(x).sum()",
+            "(model(x) * os.getpid()).sum()",
+            "rank 1 has another value of the gradient of the",
+        ),
+        ("model(x)", "model[1](model[0](x))", "the script does not call Sequential itself"),
+        (
+            "import nn",
+            f"import nn; {JOIN}",
+            "the script joins a process group itself, and Sequential is in no",
+        ),
+        ("model(x)", "model(x - x.mean())[0]", ""),
+        ("nn.Linear(4, 4))", "nn.Softmax(0))", "sharding: the model combines samples with each other"),
+    ],
+    ids=["batch", "gradient", "submodules", "own group", "no refusal", "samples meet"],
+)
+@pytest.mark.slow
+def test_ranks_that_would_not_train_as_one_process_stop_before_the_first_step(
+    train_on, plan_file, before, after, says
+):
+    assert before in STEP
+    first, second = train_on(2, STEP.replace(before, after), plan_file({"sharding": {"mode": "ddp"}}))
+    if not says:
+        assert (first.code, first.out, second.code) == (0, "stepped\n", 0), first.err
+        return
+    assert says in first.err
+    assert (first.code, first.out) == (3, ""), first.err
+    assert second.code
+
+
+@pytest.mark.slow
+def test_ranks_may_have_batches_of_their_own(train_on, plan_file, tmp_path):
+    """With other random numbers after the model is made: rank 0 prints its own loss."""
+    script = """
+        import sys, torch
+        from torch import nn
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to("cuda")
+        before = model[0].weight.tolist()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.randn(3, 4)
+        out = model(x)
+        (out.square().sum() + 0 * out.sum()).backward()
+        optimizer.step()
+        print(len(out), before, model[0].weight.tolist(), file=sys.stderr)
+        print(x.tolist(), file=sys.stderr)
+    """
+    plan = plan_file({"sharding": {"mode": "ddp", "split_batch": False}})
+    trained = train_on(2, script, plan)
+    assert [each.code for each in trained] == [0, 0], trained[0].err
+    (one, x), (other, y) = (
+        [line for line in each.err.splitlines() if "[[" in line and "memfit" not in line] for each in trained
+    )
+    assert one == other
+    assert one.startswith("3 ")
+    assert x != y
+    assert "memfit: 2 ranks have batches of the script's size, each its own;" in trained[0].err
+    assert "normalise" not in trained[0].err
+
+
+@pytest.mark.slow
+def test_a_batch_norm_is_named(train_on, plan_file):
+    script = STEP.replace("nn.Linear(4, 4))", "nn.BatchNorm1d(4))")
+    trained = train_on(2, script, plan_file({"sharding": {"mode": "ddp"}}))
+    assert [each.code for each in trained] == [0, 0], trained[0].err
+    assert "memfit: BatchNorm1d 1 normalise the samples of each rank apart." in trained[0].err
