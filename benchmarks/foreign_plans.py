@@ -85,7 +85,11 @@ class Cell:
         """What the table says."""
         if self.fault or self.refused:
             return self.fault or f"refused: {self.refused}"
-        return "VERIFIED, trained" if self.trained else "VERIFIED; asserts a GPU, trained on the ghost"
+        return (
+            "VERIFIED, trained"
+            if self.trained
+            else "fits as planned; asserts a GPU, so trained on the ghost only"
+        )
 
 
 class FailedJourneyError(Exception):
@@ -133,11 +137,11 @@ def _journey(script: ForeignScript, folder: Path, cell: Cell, rounds: int) -> Ce
         allocated = _memfit(script, folder, "dry-run", "--plan", str(file))["peak"]["allocated"]
     if verdict != "fits" or allocated != plan["allocated"]:
         raise FailedJourneyError(f"dry run: {verdict}, {allocated}, planned {plan['allocated']}")
+    if script.needs_gpu:  # so does its verification, for which the CPU stands in here
+        return _with(cell, trained=False)
     verified = _memfit(script, folder, "verify", "--plan", str(file), more=script.on_cpu)
     if verified["verdict"] != "verified":
         raise FailedJourneyError(f"verify: {verified['verdict']} {verified['reason']}")
-    if script.needs_gpu:
-        return _with(cell, trained=False)
     ways = {
         "plain": lambda: _train(script, folder, (sys.executable,)),
         "planned": lambda: _train(
