@@ -13,10 +13,15 @@ from memfit.records import CountedOperations, Equality, GradientComparison, Inpu
 from memfit.trials.trial_run import recomputed_saved_ops_in_words
 from memfit.verification.first_update_process import FirstUpdate
 
-BOUNDS = {"float64": 1e-12, "float32": 1e-5, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
+BOUNDS = {"float64": 1e-12, "float32": 1e-4, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
 """By the precision of the forward: the largest difference that sums in another order may make, relative to
-the largest gradient of the parameter. About a hundred times the rounding of one operation in float32, and ten
-times in float16 and bfloat16. TF32 multiplies with the bits of float16."""
+the largest gradient of the parameter. About a thousand times the rounding of one operation in float32, and
+ten times in float16 and bfloat16. TF32 multiplies with the bits of float16.
+
+A convolution's gradient sums over all places of all images: ResNet-18 with GroupNorm on 32 images of
+112 x 112 in two slices differs by 6.4e-6 in float32, and by 1.7e-14 in float64; on 48 images of 224 x 224, by
+more than 1e-5 in float32.
+"""
 _SMALL = 1e-3
 """Of the largest gradient of the model: a parameter whose gradients are all smaller is compared with that.
 Sums that cancel out, such as those of a key's bias in an attention, are nothing but rounding."""
