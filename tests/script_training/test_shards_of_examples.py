@@ -43,9 +43,17 @@ SCRIPT = """
     def without_dropout(lstm, *args, init=nn.LSTM.__init__, **kwargs):
         init(lstm, *args, **kwargs | {"dropout": 0.0})
 
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **others):
+        return attend(q, k, v, attn_mask, 0.0, is_causal, **others)
+
+    def to(model, *places, original=nn.Module.to, **named):
+        return original(model, *[each for each in places if each is not torch.float32], **named)
+
     if "mlp.py" not in sys.argv[1]:  # which makes float32 of its images itself
         torch.set_default_dtype(torch.float64)
+        nn.Module.to = to
     torch.Tensor.item, nn.LSTM.__init__ = noted, without_dropout
+    attend, nn.functional.scaled_dot_product_attention = nn.functional.scaled_dot_product_attention, attention
     nn.functional.dropout = lambda x, *_, **__: x
     register_optimizer_step_post_hook(note)
     del sys.argv[0]
