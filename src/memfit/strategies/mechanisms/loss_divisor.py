@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from memfit.card.detect_card import is_ghost_loaded
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
 
 _MEAN, _SUM = 1, 2
@@ -23,7 +24,7 @@ _MEAN, _SUM = 1, 2
 _PASSING = ("ToCopy", "View", "Squeeze", "Clone", "Alias", "Neg")
 """Nodes whose result is in proportion to what they are passed."""
 Number = torch.Tensor | float
-"""Of no dimensions; PyTorch keeps a Python number as a tensor on the CPU, too."""
+"""Of no dimensions."""
 ADVICE = "Return the outputs, and compute the loss in the training loop."
 
 
@@ -54,7 +55,7 @@ def terms_of_loss(loss: torch.Tensor) -> list[LossTerm]:
 
     >>> x = torch.ones(3, 2, requires_grad=True)
     >>> [(term.elements, term.divisors) for term in terms_of_loss(x.mean() * 2 + x.square().sum() / 5)]
-    [(6, (6,)), (6, (tensor(5),))]
+    [(6, (6,)), (6, (5,))]
     """
     return list(_terms(loss.grad_fn, (), ()))
 
@@ -74,16 +75,27 @@ def _terms(node: Any, divisors: tuple[Number, ...], factors: tuple[Number, ...])
         if len(ahead) != 1 or not (name in ("Div", "Mul") or name.startswith(_PASSING)):
             break
         if name == "Div":
-            divisors = (*divisors, node._saved_other)
+            divisors = (*divisors, _number(node._saved_other))
         if name == "Mul":
             other = node._saved_other
-            factors = (*factors, node._saved_self if other is None else other)
+            factors = (*factors, _number(node._saved_self if other is None else other))
         node = ahead[0]
     last = "nothing" if node is None else node.name()
     raise UsageError(
         "batch_slices: the model returns its loss, and memfit cannot see whether the loss is a mean or a sum "
         f"over samples: its graph ends in {last}. {ADVICE}"
     )
+
+
+def _number(saved: torch.Tensor) -> Number:
+    """Return what a node has saved; of a Python number, which is a tensor on the CPU there, that number.
+
+    A dispatch mode is passed such a tensor as a number, and can run no operation of tensors on it.
+    """
+    if saved.is_cuda or saved.dim() or saved.dtype not in (torch.int64, torch.float64):
+        return saved
+    with without_dispatch_modes():
+        return saved.item()
 
 
 def _reduced(node: Any, name: str) -> tuple[int, tuple[Number, ...]] | None:
@@ -162,6 +174,14 @@ class LossRule:
             if place is not None
         ]
 
+    def python_numbers(self, loss: torch.Tensor) -> list[Number]:
+        """Return the Python numbers that multiply or divide every slice's loss alike."""
+        found: list[Number] = []
+        for term, place in zip(terms_of_loss(loss), self._varying, strict=True):
+            same = [each for index, each in enumerate(term.divisors) if index != place]
+            found += [each for each in (*same, *term.factors) if not isinstance(each, torch.Tensor)]
+        return found
+
     def joined(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the loss of a batch, of those of its slices, with their graphs."""
         slices = SumOfSlices(self)
@@ -182,12 +202,22 @@ class SumOfSlices:
         self._sum: torch.Tensor | None = None
         self._dtype = torch.float32
         self._divisors: list[list[Number]] = []
+        self._python_numbers: list[Number] = []
+        """Of the first slice. Two samples may have had equal ones by chance."""
         self.divisor: Number | None = None
         """By what the sum of all slices is divided; None for a sum."""
 
     def add(self, loss: torch.Tensor) -> torch.Tensor:
         """Add a slice's loss, and return what it adds, with its graph."""
         divisors, self._dtype = self._rule.divisors(loss), loss.dtype
+        numbers = self._rule.python_numbers(loss)
+        if self._sum is None:
+            self._python_numbers = numbers
+        elif numbers != self._python_numbers:
+            raise UsageError(
+                "batch_slices: the model returns its loss, and multiplies or divides it by a Python number "
+                f"that it computes from the samples. {ADVICE}"
+            )
         own = loss if loss.dtype == torch.float64 else loss.float()
         if divisors:
             # Without targets that count, a mean is 0 / 0.
@@ -223,13 +253,10 @@ def _is_constant(numbers: Sequence[Number], passed: Sequence[Any]) -> bool:
     """
     first, *others = numbers
     if not isinstance(first, torch.Tensor):
-        return all(each == first for each in others)
+        return bool(first) and all(each == first for each in others)
     if any(isinstance(each, torch.Tensor) and first.is_set_to(each) for each in passed):
         return True
-    if all(isinstance(each, torch.Tensor) and first.is_set_to(each) for each in others):
-        return True
-    is_python_number = not first.is_cuda and not first.dim() and first.dtype in (torch.int64, torch.float64)
-    return is_python_number and float(first) != 0 and all(float(each) == float(first) for each in others)
+    return all(isinstance(each, torch.Tensor) and first.is_set_to(each) for each in others)
 
 
 def _expect_same_weights(divisors: Sequence[Sequence[Number]]) -> None:
