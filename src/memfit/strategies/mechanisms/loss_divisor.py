@@ -24,7 +24,7 @@ _MEAN, _SUM = 1, 2
 _PASSING = ("ToCopy", "View", "Squeeze", "Clone", "Alias", "Neg")
 """Nodes whose result is in proportion to what they are passed."""
 Number = torch.Tensor | float
-"""Of no dimensions."""
+"""Of no dimensions; PyTorch keeps a Python number as a tensor on the CPU, too."""
 ADVICE = "Return the outputs, and compute the loss in the training loop."
 
 
@@ -55,7 +55,7 @@ def terms_of_loss(loss: torch.Tensor) -> list[LossTerm]:
 
     >>> x = torch.ones(3, 2, requires_grad=True)
     >>> [(term.elements, term.divisors) for term in terms_of_loss(x.mean() * 2 + x.square().sum() / 5)]
-    [(6, (6,)), (6, (5,))]
+    [(6, (6,)), (6, (tensor(5),))]
     """
     return list(_terms(loss.grad_fn, (), ()))
 
@@ -87,15 +87,21 @@ def _terms(node: Any, divisors: tuple[Number, ...], factors: tuple[Number, ...])
     )
 
 
-def _number(saved: torch.Tensor) -> Number:
-    """Return what a node has saved; of a Python number, which is a tensor on the CPU there, that number.
+def _number(saved: torch.Tensor) -> torch.Tensor:
+    """Return what a node has saved; a Python number, which it keeps as a tensor, as another tensor.
 
     A dispatch mode is passed such a tensor as a number, and can run no operation of tensors on it.
     """
-    if saved.is_cuda or saved.dim() or saved.dtype not in (torch.int64, torch.float64):
+    if not _may_be_python_number(saved):
         return saved
     with without_dispatch_modes():
-        return saved.item()
+        return torch.tensor(saved.item(), dtype=saved.dtype)
+
+
+def _may_be_python_number(number: Number) -> bool:
+    if not isinstance(number, torch.Tensor) or number.is_cuda or number.dim():
+        return False
+    return number.dtype in (torch.int64, torch.float64)
 
 
 def _reduced(node: Any, name: str) -> tuple[int, tuple[Number, ...]] | None:
@@ -174,12 +180,12 @@ class LossRule:
             if place is not None
         ]
 
-    def python_numbers(self, loss: torch.Tensor) -> list[Number]:
+    def python_numbers(self, loss: torch.Tensor) -> list[float]:
         """Return the Python numbers that multiply or divide every slice's loss alike."""
-        found: list[Number] = []
+        found: list[float] = []
         for term, place in zip(terms_of_loss(loss), self._varying, strict=True):
             same = [each for index, each in enumerate(term.divisors) if index != place]
-            found += [each for each in (*same, *term.factors) if not isinstance(each, torch.Tensor)]
+            found += map(float, filter(_may_be_python_number, (*same, *term.factors)))
         return found
 
     def joined(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -202,7 +208,7 @@ class SumOfSlices:
         self._sum: torch.Tensor | None = None
         self._dtype = torch.float32
         self._divisors: list[list[Number]] = []
-        self._python_numbers: list[Number] = []
+        self._python_numbers: list[float] = []
         """Of the first slice. Two samples may have had equal ones by chance."""
         self.divisor: Number | None = None
         """By what the sum of all slices is divided; None for a sum."""
@@ -253,10 +259,13 @@ def _is_constant(numbers: Sequence[Number], passed: Sequence[Any]) -> bool:
     """
     first, *others = numbers
     if not isinstance(first, torch.Tensor):
-        return bool(first) and all(each == first for each in others)
+        return all(each == first for each in others)
     if any(isinstance(each, torch.Tensor) and first.is_set_to(each) for each in passed):
         return True
-    return all(isinstance(each, torch.Tensor) and first.is_set_to(each) for each in others)
+    if all(isinstance(each, torch.Tensor) and first.is_set_to(each) for each in others):
+        return True
+    is_python_number = _may_be_python_number(first) and float(first) != 0
+    return is_python_number and all(float(each) == float(first) for each in others)
 
 
 def _expect_same_weights(divisors: Sequence[Sequence[Number]]) -> None:
