@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit import BatchSlices
@@ -314,3 +315,42 @@ def test_copies_pickles_and_reverting():
     torch.save(layers, io.BytesIO())
     with pytest.raises(UsageError, match="divided already"):
         BatchSlices(2).apply(layers)
+
+
+class _Scaled(nn.Module):
+    """Returns its loss, times or over Python numbers."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.up, self._count = nn.Linear(4, 4), count
+
+    def forward(self, x):
+        return 0.5 * self.up(x).square().sum() / self._count(x)
+
+
+class _Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_loss_times_a_python_number_is_divided_under_a_dispatch_mode():
+    """A mode is passed the number that autograd saved as a number, not as a tensor."""
+    x, found = torch.randn(8, 4), []
+    for slices in (1, 4):
+        torch.manual_seed(0)
+        model = _Scaled(len)
+        BatchSlices(slices).apply(model)
+        with _Passing():
+            loss = model(x)
+        loss.backward()
+        found.append((loss.detach(), model.up.weight.grad))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_python_number_that_the_model_computes_from_samples_is_refused():
+    """Two samples have equal ones by chance."""
+    x = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])[:, None].expand(6, 4)
+    model = _Scaled(lambda rows: max(1, int(rows[:, 0].sum())))
+    BatchSlices(3).apply(model)
+    with pytest.raises(UsageError, match="a Python number that it computes from the samples"):
+        model(x.contiguous())

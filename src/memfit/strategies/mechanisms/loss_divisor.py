@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from memfit.card.detect_card import is_ghost_loaded
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
 
 _MEAN, _SUM = 1, 2
@@ -74,16 +75,33 @@ def _terms(node: Any, divisors: tuple[Number, ...], factors: tuple[Number, ...])
         if len(ahead) != 1 or not (name in ("Div", "Mul") or name.startswith(_PASSING)):
             break
         if name == "Div":
-            divisors = (*divisors, node._saved_other)
+            divisors = (*divisors, _number(node._saved_other))
         if name == "Mul":
             other = node._saved_other
-            factors = (*factors, node._saved_self if other is None else other)
+            factors = (*factors, _number(node._saved_self if other is None else other))
         node = ahead[0]
     last = "nothing" if node is None else node.name()
     raise UsageError(
         "batch_slices: the model returns its loss, and memfit cannot see whether the loss is a mean or a sum "
         f"over samples: its graph ends in {last}. {ADVICE}"
     )
+
+
+def _number(saved: torch.Tensor) -> torch.Tensor:
+    """Return what a node has saved; a Python number, which it keeps as a tensor, as another tensor.
+
+    A dispatch mode is passed such a tensor as a number, and can run no operation of tensors on it.
+    """
+    if not _may_be_python_number(saved):
+        return saved
+    with without_dispatch_modes():
+        return torch.tensor(saved.item(), dtype=saved.dtype)
+
+
+def _may_be_python_number(number: Number) -> bool:
+    if not isinstance(number, torch.Tensor) or number.is_cuda or number.dim():
+        return False
+    return number.dtype in (torch.int64, torch.float64)
 
 
 def _reduced(node: Any, name: str) -> tuple[int, tuple[Number, ...]] | None:
@@ -162,6 +180,14 @@ class LossRule:
             if place is not None
         ]
 
+    def python_numbers(self, loss: torch.Tensor) -> list[float]:
+        """Return the Python numbers that multiply or divide every slice's loss alike."""
+        found: list[float] = []
+        for term, place in zip(terms_of_loss(loss), self._varying, strict=True):
+            same = [each for index, each in enumerate(term.divisors) if index != place]
+            found += map(float, filter(_may_be_python_number, (*same, *term.factors)))
+        return found
+
     def joined(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the loss of a batch, of those of its slices, with their graphs."""
         slices = SumOfSlices(self)
@@ -182,12 +208,22 @@ class SumOfSlices:
         self._sum: torch.Tensor | None = None
         self._dtype = torch.float32
         self._divisors: list[list[Number]] = []
+        self._python_numbers: list[float] = []
+        """Of the first slice. Two samples may have had equal ones by chance."""
         self.divisor: Number | None = None
         """By what the sum of all slices is divided; None for a sum."""
 
     def add(self, loss: torch.Tensor) -> torch.Tensor:
         """Add a slice's loss, and return what it adds, with its graph."""
         divisors, self._dtype = self._rule.divisors(loss), loss.dtype
+        numbers = self._rule.python_numbers(loss)
+        if self._sum is None:
+            self._python_numbers = numbers
+        elif numbers != self._python_numbers:
+            raise UsageError(
+                "batch_slices: the model returns its loss, and multiplies or divides it by a Python number "
+                f"that it computes from the samples. {ADVICE}"
+            )
         own = loss if loss.dtype == torch.float64 else loss.float()
         if divisors:
             # Without targets that count, a mean is 0 / 0.
@@ -228,8 +264,8 @@ def _is_constant(numbers: Sequence[Number], passed: Sequence[Any]) -> bool:
         return True
     if all(isinstance(each, torch.Tensor) and first.is_set_to(each) for each in others):
         return True
-    is_python_number = not first.is_cuda and not first.dim() and first.dtype in (torch.int64, torch.float64)
-    return is_python_number and float(first) != 0 and all(float(each) == float(first) for each in others)
+    is_python_number = _may_be_python_number(first) and float(first) != 0
+    return is_python_number and all(float(each) == float(first) for each in others)
 
 
 def _expect_same_weights(divisors: Sequence[Sequence[Number]]) -> None:
