@@ -108,7 +108,7 @@ def example_is_equal(command: list[str]) -> bool:
             cells.append(f"gradients {apart:.1e}, losses {most:.1e} in {dtype}")
         verify = [*memfit, "verify", "--plan", str(plan), *script]
         done = subprocess.run(verify, cwd=folder, capture_output=True, text=True, check=False)
-    print(f"{' '.join(command):66}{'; '.join(cells)}; {done.stdout.split()[0]}", flush=True)
+    print(f"{' '.join(command):68}{'; '.join(cells)}; {done.stdout.split()[0]}", flush=True)
     return equal and done.returncode == 0
 
 

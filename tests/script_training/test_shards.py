@@ -101,6 +101,38 @@ def test_losses_gradients_and_the_saved_state_are_those_of_one_process(
         assert all(gap(each, own[number][name]) <= 1e-6 for name, each in entries.items())
 
 
+CLIPPED_BY_HAND = """
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(8, 4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        by_hand = sum(each.grad.norm().item() ** 2 for each in model.parameters()) ** 0.5
+        for each in model.parameters():
+            each.grad.mul_(0.5 / by_hand)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+        largest = max(float(each.detach().abs().max()) for each in model.parameters())
+        rows = [len(each.detach().numpy()) for each in model.parameters()]
+        print(f"{by_hand:.5f} {norm:.5f} {largest:.5f} {rows} {model[2].bias.tolist()[2]:.5f}")
+"""
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_a_loop_reads_whole_parameters_and_gradients(train_on, plan_file, tmp_path, mode):
+    """Norms that the loop computes itself are those of one process, not of the rank's shards."""
+    (tmp_path / "alone.py").write_text(textwrap.dedent(CLIPPED_BY_HAND).replace('"cuda"', '"cpu"'))
+    alone = run_python("alone.py", cwd=tmp_path)
+    assert len(alone.stdout.splitlines()) == 3, alone.stderr
+    trained = train_on(2, CLIPPED_BY_HAND, plan_file({"sharding": {"mode": mode}}))
+    assert [each.code for each in trained] == [0, 0], trained[0].err
+    assert trained[0].out == alone.stdout
+
+
 STEP = """
     import os, torch
     from torch import nn

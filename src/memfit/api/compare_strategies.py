@@ -202,7 +202,7 @@ def _as_written(
     """Run the script as written: on every rank, if it trains on several GPUs itself.
 
     Returns:
-        A run of each role, and the one of which the operations of a step count.
+        A run of each role, and the run whose operations give the time of a step.
 
     Raises:
         TargetError: it fails.

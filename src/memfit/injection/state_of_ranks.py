@@ -1,5 +1,6 @@
-"""Save and load the state of a sharded training as a script for one process does.
+"""Read, save and load the state of a sharded training as a script for one process does.
 
+    norm.item(), f"{norm}"         fsdp2: every rank reads the whole tensor
     torch.save(state)              shards are gathered one by one, on all ranks; rank 0 writes one file
     optimizer.state_dict()         zero1: rank 0 gets the state of all ranks
     load_state_dict(state)         fsdp2: each rank takes its shards of whole tensors
@@ -29,13 +30,23 @@ _ZERO = Patch(
     why="return the state of all ranks",
 )
 _LOAD = Patch("torch.optim.optimizer:Optimizer", "load_state_dict", why="take a rank's shards of a state")
+_READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
+_TENSOR = Patch("torch:Tensor", *_READS, why="read whole tensors, not a rank's shards")
 
 
 def install_state_of_ranks(hooks: InstalledHooks) -> None:
-    """Have the script's saving and loading suit its shards."""
+    """Have the script's reading, saving and loading suit its shards."""
+    for name in _READS:
+        hooks.wrap(_TENSOR, name, _read)
     hooks.wrap(_SAVE, "save", _save)
     hooks.wrap(_ZERO, "state_dict", _whole_state_dict)
     hooks.wrap(_LOAD, "load_state_dict", _load_optimizer)
+
+
+def _read(original: Callable[..., Any], value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Read a value of all ranks: every rank runs the script, so that all of them gather it."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return original(whole, *args, **kwargs)
 
 
 def take_shards_when_loading(model: nn.Module) -> None:

@@ -87,7 +87,7 @@ class RankRuns:
             what: the run's name.
 
         Returns:
-            A run of each role, that which needs most first.
+            A run of each role, the one that needs most first.
 
         Raises:
             UnfinishedRankError: a rank did not complete.
