@@ -53,7 +53,7 @@ def main() -> None:
     """Run the script on the command line."""
     file, dtype = sys.argv[1:3]
     sys.argv = sys.argv[3:]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)  # as `python SCRIPT.py` has it: it may import its neighbours
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)  # as `python SCRIPT.py` has it
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, dtype))
     hooks = InstalledHooks()
