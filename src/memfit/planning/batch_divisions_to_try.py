@@ -102,7 +102,7 @@ class BatchDivisionsToTry:
         """
         chosen = self._sliced.fastest(found, ran())
         while self.left and not self._sliced.refused:
-            if not is_made_by_loop(chosen) and self._runs.fits(chosen):
+            if not is_made_by_loop(chosen.change) and self._runs.fits(chosen):
                 break
             bases += self.make(bases[0], bases[-1])
             chosen = self._sliced.fastest(found, ran())
