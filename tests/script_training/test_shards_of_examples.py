@@ -1,8 +1,8 @@
 """Six examples for one GPU under several ranks: the losses and weights of one process, and the ghost's peaks.
 
 Losses are compared in float64 and without dropout, which each rank draws for itself: what remains is the
-order of sums. Peaks are compared to the byte: `dry-run --nproc N --plan`, in which one process after the other
-stands for a rank, with N processes that train, each on a ghost of its own.
+order of sums. Peaks are compared to the byte: `dry-run --nproc N --plan`, in which one process after the
+other stands for a rank, with N processes that train, each on a ghost of its own.
 """
 
 import json
