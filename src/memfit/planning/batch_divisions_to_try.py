@@ -53,8 +53,11 @@ class BatchDivisionsToTry:
     ) -> None:
         self._runs, self._bases, self._budget = runs, bases, budget
         step = plain.operations
+        loop_draws = step is not None and step.samples is not None and step.samples.random
         draws = step is not None and any(each.random for each in step.forward)
-        self._divide = partial(batch_division_changes, plain.trace, draws=draws)
+        self._divide = partial(
+            batch_division_changes, plain.trace, draws=draws or loop_draws, loop_draws=loop_draws
+        )
         self._ways = self._divide() if allowed.rounding else []
         self._indivisible = (
             why_batches_are_indivisible(plain.trace) if allowed.rounding and not self._ways else ""
