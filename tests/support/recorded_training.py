@@ -1,8 +1,8 @@
 """Train a script on the CPU and keep what it computed: ``FILE DTYPE SCRIPT.py ARGS...`` as arguments.
 
 ``FILE`` receives the losses of three backward passes, or of as many as the first update takes, and the
-gradients of that update, of large ones every n-th value. Nothing drops, clips or scales. In float64, everything
-that the script makes in float32 is float64.
+gradients of that update, of large ones every n-th value. Nothing drops, clips or scales. In float64,
+everything that the script makes in float32 is float64.
 """
 
 import runpy
