@@ -11,11 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import memfit
 from memfit import BatchSlices
 from memfit.errors import UsageError
 from support.slice_cases import WIDTH, Case, Of, entropy, expect_equal, images, same, trained, with_labels
+
+
+def keeping(model):
+    model.kept = [None]
+
 
 REFUSED = {
     "batch norm": (
@@ -79,6 +85,31 @@ REFUSED = {
         ),
         "changes its tensor 'seen'",
     ),
+    "a statistic, in the place of the one before": (
+        Case(lambda s, x: setattr(s, "seen", None) or setattr(s, "seen", x.mean()) or s.logits(x)),
+        "changes its tensor 'seen'",
+    ),
+    "a list of features": (
+        Case(lambda s, x: s.logits(s.kept.__setitem__(0, x * s.position) or s.kept[0]), prepare=keeping),
+        "keeps a result of MulBackward0 (1 x 4 x 6 for one sample)",
+    ),
+    "a list of features beside the loss": (
+        Case(
+            lambda s, x: s.logits(s.kept.__setitem__(0, x * s.position) or s.kept[0]).square().mean(),
+            loss=same,
+            prepare=keeping,
+        ),
+        "keeps a result of MulBackward0",
+    ),
+    "a hook on a layer": (
+        Case(
+            Of.logits,
+            prepare=lambda model: model.norm.register_forward_hook(
+                lambda _, __, out, kept=[]: kept.append(out)
+            ),
+        ),
+        "a hook on a layer, keeps a result of NativeLayerNormBackward0 (1 x 4 x 9 for one sample)",
+    ),
     "spectral norm": (
         Case(Of.logits, prepare=lambda model: nn.utils.parametrizations.spectral_norm(model.up)),
         "changes its tensor",
@@ -117,6 +148,50 @@ def test_a_second_derivative_is_refused(loss):
     total = model(torch.randn(4, 4, WIDTH)).mean()
     with pytest.raises(UsageError, match="create_graph"):
         torch.autograd.grad(total, list(model.parameters()), create_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_of_a_later_step_is_refused_too_and_one_that_detaches_is_not(register):
+    kept = []
+    model = Of(Of.logits)
+    BatchSlices(2).apply(model)
+    x = torch.randn(4, 4, WIDTH)
+    model(x).sum().backward()
+    detaching = getattr(model.head, register)(lambda _, *of: kept.append(tree_leaves(of)[0].detach()))
+    model(x).sum().backward()
+    assert kept
+    detaching.remove()
+    getattr(model.head, register)(lambda _, *of: kept.append(tree_leaves(of)[-1]))
+    getattr(model.norm, register)(lambda *_: None)
+    with pytest.raises(UsageError, match="or a hook on a layer, keeps a result of"):
+        model(x)
+
+
+def test_a_view_elsewhere_whose_history_is_lost_does_not_end_the_training():
+    base = torch.zeros(2, 2)
+    with torch.no_grad():
+        view = base[0]
+    base.mul_(torch.ones(1, requires_grad=True))
+    with pytest.raises(RuntimeError, match="created in no_grad mode"):
+        _ = view.grad_fn
+    model = Of(Of.logits)
+    BatchSlices(2).apply(model)
+    model(torch.randn(4, 4, WIDTH)).sum().backward()
+
+
+def test_what_a_function_keeps_for_its_backward_is_not_refused():
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.x = x
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * ctx.x * gradient
+
+    case = Case(lambda s, x: s.logits(Kept.apply(x * s.position)))
+    expect_equal(trained(case, BatchSlices(3), torch.float64), trained(case, None, torch.float64), 1e-12)
 
 
 def of_transformers(kind: str) -> Any:
