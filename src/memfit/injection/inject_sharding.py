@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -153,6 +154,7 @@ class ShardingInjector:
             elif self._shared is not None:
                 self._shared.seed(own=True)
             take_shards_when_loading(model)
+            self._refuse_copies(model)
             if isinstance(sharded, DistributedDataParallel) and sharded is not model:
                 self._route(model, sharded)
         after = dict(model.named_parameters(remove_duplicate=False))
@@ -221,6 +223,22 @@ class ShardingInjector:
                 inside = False
 
         model.__dict__["_compiled_call_impl"] = call  # torch.compile's wrapper passes attributes on
+
+    def _refuse_copies(self, model: nn.Module) -> None:
+        """Have copies of what fully_shard has changed be refused by name."""
+
+        def refuse(copied: nn.Module, _: Any) -> None:
+            name = class_name(copied).removeprefix("FSDP")
+            why = (
+                f"sharding: the script copies {name}, which fsdp2 has sharded. Copy it before the optimizer "
+                "is created, or use zero1 or ddp."
+            )
+            self._refuse(why)
+            raise UsageError(why)
+
+        kinds: set[Any] = {type(each) for each in model.modules() if isinstance(each, FSDPModule)}
+        for kind in kinds:  # fully_shard has made them
+            kind.__deepcopy__ = refuse
 
     def _await_call(self, model: nn.Module) -> None:
         """Have a model be uncalled until the script calls it."""
