@@ -15,11 +15,14 @@ from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.planning.batch_size_changes import (
     batch_division_changes,
     process_bytes_independent_of_batch,
+    slice_changes,
     why_batches_are_indivisible,
     with_facts_on_samples,
 )
+from memfit.planning.bracket_checkpoint_choices import WORTH
 from memfit.planning.carry_out_in_slices import SlicedPlans, dimension_of_samples, is_made_by_loop
 from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
+from memfit.planning.mixed_integer_solver import INFINITY
 from memfit.planning.optimizer_state_changes import makes_updates_in_backward, optimizer_state_bytes_saved
 from memfit.planning.run_changes_on_ghost import PlanRuns
 from memfit.planning.sample_independence import (
@@ -30,6 +33,9 @@ from memfit.planning.sample_independence import (
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan
 from memfit.units import format_gib
+
+_PAYS = 0.95
+"""Slices of half the size are tried where the last ones have left no more than this of what a run needs."""
 
 
 class BatchDivisionsToTry:
@@ -68,6 +74,8 @@ class BatchDivisionsToTry:
         self.why_no_more = ""
         """Why batches are not divided, or no further, as a clause."""
         self._sliced = SlicedPlans(runs, budget, bases.forward_again())
+        self._slices = slice_changes(plain.trace, step) if allowed.rounding else []
+        """Where nothing sets the size of batches, which only the model's call can divide then."""
         self._are_independent = False
         """Whether two batches, one half as large as the other, have shown that samples are."""
         self._alone: dict[int, PlanRun] = {}
@@ -103,6 +111,44 @@ class BatchDivisionsToTry:
                 break
             bases += self.make(bases[0], bases[-1])
             chosen = self._sliced.fastest(found, ran())
+        return chosen
+
+    @property
+    def least_in_model(self) -> float:
+        """What no plan takes less time than that divides batches which nothing sets the size of."""
+        return 1.0 + self._bases.forward_again() / 2 if self._slices else INFINITY
+
+    def in_model(self, whole: CheckpointingBase, more: Change, chosen: PlanRun | None) -> PlanRun | None:
+        """Return the fastest plan that fits, by slices if nothing sets the size of batches.
+
+        Args:
+            whole: the base that needs least.
+            more: is changed as well.
+            chosen: the fastest plan that fits so far.
+        """
+        before = whole.run
+        for slices in self._slices:
+            count = slices.plan["batch_slices"]["count"]
+            least = 1.0 + self._bases.forward_again() * (count - 1) / count
+            if chosen is not None and chosen.time <= least + WORTH:
+                break
+            plan = whole.change | slices | more
+            relative = partial(self._bases.relative, plan, copies=whole.copies)
+            made = self._runs.make(plan, relative, operations=True)
+            if isinstance(made, ScriptEnd):
+                self.why_no_more = self._indivisible = why_run_failed(made)
+                self._runs.drop(plan, self.why_no_more)
+                self._slices = []
+                self._need_whole_batches()
+                break
+            run = made[1]
+            self.why_no_more = self._indivisible = ""
+            if self._runs.fits(run):
+                self._runs.models = made[0].models
+                return min(filter(None, (chosen, run)), key=lambda each: each.time)
+            if run.needs.bytes > _PAYS * before.needs.bytes:
+                break
+            before = run
         return chosen
 
     def made_by_loop(self, run: PlanRun) -> PlanRun:
