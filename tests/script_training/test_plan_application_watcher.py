@@ -130,6 +130,13 @@ def test_results_to_be_kept_that_the_model_does_not_make_stop_the_script_before_
         assert "trained without a part of" in far.err.splitlines()[-1]
 
 
+def test_a_single_layer_is_a_model(train, plan_file):
+    script = STEPS.replace("torch.nn.Sequential(torch.nn.Linear(4, 4))", "torch.nn.Linear(4, 4)")
+    trained = train(script, plan_file({"batch_slices": {"count": 2}}))
+    assert (trained.code, trained.out) == (0, "trains\nstepped\n"), trained.err
+    assert "memfit: applied to Linear (optimizer: script.py:4)" in trained.err
+
+
 HOOK = "kept = []; model[0].register_forward_hook(lambda *each: kept.append(each[2])); print("
 SECOND = (
     ".sum(); torch.autograd.grad(model(torch.ones(2, 4)).mean(), [*model.parameters()], create_graph=True)"

@@ -206,9 +206,14 @@ JOIN = 'torch.distributed.init_process_group("gloo")'
             "the script joins a process group itself, and Sequential is in no",
         ),
         ("model(x)", "model(x - x.mean())[0]", ""),
+        (
+            "optimizer =",
+            "unused = nn.Sequential(nn.Linear(4, 4)); torch.optim.SGD(unused.parameters()); optimizer =",
+            "",
+        ),
         ("nn.Linear(4, 4))", "nn.Softmax(0))", "sharding: the model combines samples with each other"),
     ],
-    ids=["batch", "gradient", "submodules", "own group", "no refusal", "samples meet"],
+    ids=["batch", "gradient", "submodules", "own group", "no refusal", "an unused model", "samples meet"],
 )
 @pytest.mark.slow
 def test_ranks_that_would_not_train_as_one_process_stop_before_the_first_step(

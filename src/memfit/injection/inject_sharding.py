@@ -107,7 +107,7 @@ class ShardingInjector:
 
     @property
     def uncalled(self) -> tuple[str, ...]:
-        """The classes of sharded models that the script has not called."""
+        """The classes of sharded models of which the script has called parts alone."""
         return tuple(sorted(self._uncalled))
 
     @property
@@ -241,16 +241,22 @@ class ShardingInjector:
             kind.__deepcopy__ = refuse
 
     def _await_call(self, model: nn.Module) -> None:
-        """Have a model be uncalled until the script calls it."""
-        name = class_name(model)
+        """Have a model be uncalled from when the script calls a part of it until it calls the model."""
+        name, parts = class_name(model), [each for each in model.modules() if each is not model]
 
         def called(*_: Any) -> None:
-            hook.remove()
+            while hooks:
+                hooks.pop().remove()
             self._uncalled.discard(name)
             self._on_change()
 
-        hook = model.register_forward_pre_hook(called)
-        self._uncalled.add(name)
+        def part_called(*_: Any) -> None:
+            if torch.is_grad_enabled() and name not in self._uncalled:
+                self._uncalled.add(name)
+                self._on_change()
+
+        hooks = [each.register_forward_pre_hook(part_called) for each in parts]
+        hooks.append(model.register_forward_pre_hook(called, prepend=True))
 
     def _wrapped(
         self, original: Callable[..., None], wrapper: Any, module: nn.Module, *args: Any, **kw: Any
