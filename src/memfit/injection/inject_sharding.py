@@ -251,7 +251,7 @@ class ShardingInjector:
             self._on_change()
 
         def part_called(*_: Any) -> None:
-            if torch.is_grad_enabled() and name not in self._uncalled:
+            if hooks and torch.is_grad_enabled() and name not in self._uncalled:  # a copy has them, too
                 self._uncalled.add(name)
                 self._on_change()
 
