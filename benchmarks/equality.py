@@ -2,9 +2,9 @@
 
     python benchmarks/equality.py [--networks 200] [--seed 0] [--device cuda] [--examples]
 
-Networks are MLPs and convolutions of up to five blocks with norms, attention, dropout, tied weights, frozen
-and shared modules, residuals and in-place operations (tests/support/random_networks.py). Each trains for
-three steps, or one for the approximate comparisons. Strategies that do the same arithmetic in the same
+Networks are MLPs and convolutions of up to five blocks with norms, attention, LSTMs, dropout, tied weights,
+frozen and shared modules, residuals and in-place operations (tests/support/random_networks.py). Each trains
+for three steps, or one for the approximate comparisons. Strategies that do the same arithmetic in the same
 order must give results equal bit for bit, dropout and batch norms included. Accumulation sums in a
 different order than the whole batch: its results must be within 1e-6 of the norm in float32 and 1e-12 in
 float64, for networks whose samples do not mix and that draw no random numbers. Exits with 1 if a comparison
@@ -25,6 +25,8 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,8 +36,10 @@ from measuring import ROOT, command_line
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.random_networks import Network, networks
-from support.strategy_mixes import CLOSE, EXACT, LIMITS, differing, error, is_reproducible
+from support.rank_pool import RankPool
+from support.strategy_mixes import CLOSE, EXACT, LIMITS, differing, error, error_of_ranks, is_reproducible
 
+RANKS = "2 slices on each of 2 ranks = whole batch"
 RECORD = ROOT / "tests/support/recorded_training.py"
 EXAMPLES = (
     "mlp.py",
@@ -73,15 +77,19 @@ def main() -> int:
     print(f"{arguments.networks} networks of each kind, seed {arguments.seed}")
     print(f"{where}, torch {torch.__version__}")
     failed = bit_for_bit(drawn(arguments.networks, arguments.seed, divisible=False))
-    for network in drawn(arguments.networks, arguments.seed, divisible=True):
-        for name in CLOSE:
-            for dtype in LIMITS:
-                worst[name, dtype] = max(worst.get((name, dtype), 0.0), error(name, network, dtype))
-    for name in CLOSE:
-        errors = [worst[name, dtype] for dtype in LIMITS]
-        failed += sum(off > limit for off, limit in zip(errors, LIMITS.values(), strict=True))
+    with closing(RankPool(2)) as two_ranks:
+        errors = {name: partial(error, name) for name in CLOSE}
+        if arguments.device == "cpu":
+            errors[RANKS] = partial(error_of_ranks, two_ranks)
+        for network in drawn(arguments.networks, arguments.seed, divisible=True):
+            for name, of in errors.items():
+                for dtype in LIMITS:
+                    worst[name, dtype] = max(worst.get((name, dtype), 0.0), of(network, dtype))
+    for name in errors:
+        found = [worst[name, dtype] for dtype in LIMITS]
+        failed += sum(off > limit for off, limit in zip(found, LIMITS.values(), strict=True))
         print(
-            f"{name:58}{arguments.networks:6} equal to {errors[0]:.1e} in float32, {errors[1]:.1e} in float64"
+            f"{name:58}{arguments.networks:6} equal to {found[0]:.1e} in float32, {found[1]:.1e} in float64"
         )
     return int(failed > 0)
 

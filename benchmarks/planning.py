@@ -113,6 +113,8 @@ def row(found: ScriptPlan, seconds: float) -> str:
     if found.chosen is not None:
         columns[1:3] = f"{found.chosen.time:.3f}", f"{found.bound:.3f}"
         columns[-1] = plan_changes_in_words(found.chosen)
+        if found.in_loop is not None and found.in_loop.time < found.chosen.time:
+            columns[-1] += f" ({found.in_loop.time:.3f} in the loop: {plan_changes_in_words(found.in_loop)})"
     return " | ".join(map(str, columns))
 
 

@@ -2,6 +2,7 @@
 
 Python imports this module at its start if the folder is in PYTHONPATH. A line of the file that FOREIGN_READS
 names: the number, and the processor time of the process. The scripts print four digits; this has them all.
+With FOREIGN_GPU, a script that asserts a GPU is told that there is one, and the CPU computes what that would.
 """
 
 import os
@@ -30,5 +31,31 @@ def _follow_reads() -> None:
     torch.Tensor.item = torch.Tensor.__float__ = read  # type: ignore[method-assign,assignment]
 
 
+def _is_called_by_script() -> bool:
+    """Return whether the caller is in the working folder, rather than in a library: that there is one GPU."""
+    return Path.cwd() in Path(sys._getframe(1).f_code.co_filename).absolute().parents
+
+
+def _stand_in_for_gpu() -> None:
+    import torch
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    from memfit.patching.installed_hooks import InstalledHooks
+    from memfit.verification.make_runs_comparable import install_cpu_stand_in
+
+    install_cpu_stand_in(InstalledHooks())
+    torch.cuda.is_available = torch.cuda.device_count = _is_called_by_script  # type: ignore[assignment]
+    begin, wrap = distributed.init_process_group, DistributedDataParallel.__init__
+    distributed.init_process_group = lambda *_: begin("gloo")
+
+    def on_cpu(self: object, module: object, **_: object) -> None:
+        wrap(self, module)  # type: ignore[arg-type]
+
+    DistributedDataParallel.__init__ = on_cpu  # type: ignore[assignment,method-assign]
+
+
+if "FOREIGN_GPU" in os.environ:
+    call_after_import("torch", _stand_in_for_gpu)
 if "FOREIGN_READS" in os.environ:
     call_after_import("torch", _follow_reads)

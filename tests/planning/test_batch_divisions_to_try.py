@@ -2,14 +2,25 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
 from memfit.analysis.trial_result import TrialResult
+from memfit.planning.batch_divisions_to_try import BatchDivisionsToTry
 from memfit.planning.choose_checkpointing import CheckpointChooser
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
-from memfit.records import LoaderBatchSize, ScriptEnd, StepInputs
+from memfit.records import (
+    Change,
+    LoaderBatchSize,
+    ScriptEnd,
+    ScriptOption,
+    ScriptOptionPurpose,
+    StepInputs,
+    StepOperations,
+)
 from memfit.report.public_json import result_to_json
+from support.advised_runs import trace
 from support.planned_networks import feed_forward
 from support.planned_script import (
     MIB,
@@ -85,6 +96,19 @@ def test_where_slices_are_not_known_to_suit_the_model_whole_batches_are_recomput
     found = planned(BatchedScript(), 0.55)
     assert found.chosen.change.plan.keys() == {"checkpointing"}
     assert found.chosen.equality == "bit for bit"
+
+
+def test_modules_of_slices_are_not_recomputed_in_parts(monkeypatch):
+    """Slices refuse split_at: where plans of micro-batches had it, none with slices could be run."""
+    seen = []
+
+    def chooser(*given, in_parts):
+        seen.append(in_parts)
+        return CheckpointChooser(*given, in_parts=in_parts)
+
+    monkeypatch.setattr("memfit.planning.checkpointing_bases.CheckpointChooser", chooser)
+    planned(BatchedScript(), 0.3)
+    assert seen == [True, False, False]  # whole batches, two parts, four
 
 
 def test_batches_are_divided_no_further_than_needed():
@@ -211,6 +235,21 @@ def test_modules_are_recomputed_in_micro_batches_where_neither_is_enough():
     assert found.in_loop.change.plan.keys() == {"accumulation", "checkpointing"}
     assert found.in_loop.needs.bytes <= found.budget
     assert found.undivided == "it drops gradients"
+
+
+def test_no_option_divides_batches_where_the_loop_draws_numbers_for_them():
+    """Smaller batches would get other noise; slices leave the loop's as it is."""
+    options = [
+        ScriptOption(ScriptOptionPurpose.BATCH_SIZE, ("-b",), 8),
+        ScriptOption(ScriptOptionPurpose.ACCUMULATION, ("--accum",), 1),
+    ]
+    for random in (False, True):
+        step = StepOperations((), (), (), (), samples=StepInputs(random=random))
+        plain = TrialResult(trace(1, options=options), operations=step)
+        bases = SimpleNamespace(forward_again=lambda: 0.0)
+        divisions = BatchDivisionsToTry(plain, None, bases, 1, AllowedChanges())
+        divisions.begin(SimpleNamespace(change=Change()))
+        assert divisions.left[0].micro_batches.by_option is not random
 
 
 def test_a_loss_that_is_a_sum_is_seen_in_the_run_as_written():

@@ -57,6 +57,10 @@ def test_what_sums_the_gradients_of_the_parts_is_memfit_or_the_scripts_own_optio
     own = batch_division_changes(trace(1, options=[BATCH, ACCUMULATION]), draws=False)[0]
     assert (own.plan, own.updates_held_back, own.micro_batches.by_option) == ({}, 1, True)
     assert own.micro_batches.arguments == ("--batch-size", "6", "--accum", "4")
+    with_noise = batch_division_changes(trace(1, options=[BATCH, ACCUMULATION]), draws=True, loop_draws=True)[
+        0
+    ]
+    assert (with_noise.plan, with_noise.micro_batches.by_hand) == (first.plan, True)
 
 
 def test_why_batches_stay_whole():

@@ -114,6 +114,22 @@ def test_what_the_gpu_makes_is_not_seen(tmp_path, script):
 
 
 @pytest.mark.parametrize(
+    ("script", "random"),
+    [
+        (MADE_ON_GPU, True),
+        (LOADER.replace("nn.MSELoss()", "lambda y, z: (y - z + torch.randn_like(y)).square().mean()"), True),
+        (LOADER.replace("nn.GELU()", "nn.Dropout(0.5)"), False),
+        (AUGMENTED, False),
+    ],
+    ids=["a loop's noise", "a loss's noise", "dropout", "on the CPU"],
+)
+def test_numbers_that_the_gpu_draws_outside_of_the_model_are_seen(tmp_path, script, random):
+    path = tmp_path / "train.py"
+    write(path, script)
+    assert [each.samples.random for each in steps(path)] == [random, random]
+
+
+@pytest.mark.parametrize(
     "script",
     [CORPUS.format(to_gpu=""), CORPUS.format(to_gpu="columns = columns.cuda()"), LOADED_CORPUS],
     ids=["on the CPU", "on the GPU", "by a loader"],

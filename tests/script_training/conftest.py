@@ -33,10 +33,7 @@ def python(tmp_path):
 
     def run(*arguments, on="cpu", **environment):
         digest = tmp_path / "digest"
-        folder = {"cpu": str(CPU), "ghost": str(REHEARSAL)}.get(on)
-        extra = {"MEMFIT_REHEARSAL": GPU} if on == "ghost" else {"MEMFIT_TEST_DIGEST": str(digest)}
-        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-        variables = {"PYTHONPATH": path, **extra, **environment}
+        variables = variables_of(on, digest) | environment
         done = run_python(*arguments, cwd=tmp_path, timeout=300, **variables)
         found = digest.read_text() if digest.exists() else ""
         digest.unlink(missing_ok=True)
@@ -71,13 +68,20 @@ def train(python, tmp_path):
 
 @pytest.fixture
 def train_on(tmp_path):
-    """Return a function that trains a script as several ranks; the CPU stands in for their GPUs."""
+    """Return a function that trains a script as several ranks; the CPU or ghosts stand in for their GPUs."""
 
-    def run(ranks, script, plan, *arguments):
+    def run(ranks, script, plan, *arguments, on="cpu"):
         (tmp_path / "script.py").write_text(textwrap.dedent(script))
         command = ["-m", "memfit", "train", "--plan", plan, "script.py", *arguments]
-        path = os.pathsep.join(filter(None, (str(CPU), os.environ.get("PYTHONPATH"))))
-        variables = {"PYTHONPATH": path, "MEMFIT_TEST_DIGEST": os.devnull}
+        variables = variables_of(on, os.devnull)
         return [Trained(*each, "") for each in start_ranks(ranks, command, tmp_path, **variables)]
 
     return run
+
+
+def variables_of(on, digest):
+    """Return the environment in which the CPU or a ghost stands in for a GPU, or (``""``) nothing does."""
+    folder = {"cpu": str(CPU), "ghost": str(REHEARSAL), "": ""}[on]
+    path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    extra = {"MEMFIT_REHEARSAL": GPU} if on == "ghost" else {"MEMFIT_TEST_DIGEST": str(digest)}
+    return {"PYTHONPATH": path, **extra}

@@ -3,6 +3,7 @@
 import json
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.process
 
 SCRIPT = """
     import json, os, torch
+    import numpy as np
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,6 +42,7 @@ SCRIPT = """
         with open("out/log.jsonl", "a") as log:
             log.write(json.dumps([total, right, seen, norm.item()]) + "\\n")
         print("epoch", epoch, flush=True)
+        np.savez("out/seen.npz", total=total, norm=norm.item())
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
         torch.save(state, "out/last.pt")
         saved = torch.load("out/last.pt")  # as a script that goes on from its best epoch
@@ -88,7 +91,14 @@ def test_losses_gradients_and_the_saved_state_are_those_of_one_process(
     assert [each.code for each in trained] == [0] * ranks, trained[0].err + trained[-1].err
     assert [each.out for each in trained] == ["epoch 0\nepoch 1\n"] + [""] * (ranks - 1)
     assert f"memfit: {ranks} ranks share each batch; rank 0 alone prints" in trained[0].err
-    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["copy.pt", "last.pt", "log.jsonl"]
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
+        "copy.pt",
+        "last.pt",
+        "log.jsonl",
+        "seen.npz",
+    ]
+    with np.load(tmp_path / "out/seen.npz") as seen:
+        assert abs(seen["norm"] - written(tmp_path)[0][-1][3]) < 1e-9
     (log, state), (wanted_log, wanted) = written(tmp_path), alone
     assert len(log) == len(wanted_log) == 2
     assert gap(log, wanted_log) <= 1e-5  # sums over 39 samples

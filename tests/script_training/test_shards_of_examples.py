@@ -1,14 +1,19 @@
-"""Six examples for one GPU under several ranks: the losses, and the weights in the file, of one process.
+"""Six examples for one GPU under several ranks: the losses and weights of one process, and the ghost's peaks.
 
-In float64 and without dropout, which each rank draws for itself: what remains is the order of sums.
+Losses are compared in float64 and without dropout, which each rank draws for itself: what remains is the
+order of sums. Peaks are compared to the byte: `dry-run --nproc N --plan`, in which one process after the
+other stands for a rank, with N processes that train, each on a ghost of its own.
 """
 
+import json
+import re
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
+from script_training.conftest import GPU
 from support.new_processes import run_python
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -64,6 +69,15 @@ SCRIPT = """
 """
 
 
+PEAKS = """
+    import atexit, runpy, sys, torch
+    atexit.register(lambda: print("peak", *peak(), file=sys.stderr))
+    peak = lambda: (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Return a function that returns what an example trains as one process."""
@@ -101,3 +115,24 @@ def test_losses_and_weights_are_those_of_one_process(
     furthest = max(float((one - other).abs().max()) for one, other in pairs)
     print(f"{script} {mode} {ranks}: losses {max(gaps, default=0):.1e}, weights {furthest:.1e}")
     assert furthest <= 1e-6
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp2"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_peak_of_each_rank_is_that_of_the_dry_run(
+    python, train_on, plan_file, tmp_path, script, mode, ranks
+):
+    plan = plan_file({"sharding": {"mode": mode}})
+    command = (EXAMPLES / script, *SCRIPTS[script].split())
+    options = ("--nproc", ranks, "--all-ranks", "--gpu", GPU, "--to-end", "--plan", plan)
+    predicted = python("-m", "memfit", "dry-run", *options, "--json", "run.json", "--", *command, on="")
+    assert predicted.code == 0, predicted.err[-3000:]
+    rows = json.loads((tmp_path / "run.json").read_text())["ranks"]
+    peaks = {rank: row["peak"] for row in rows for rank in (row["rank"], *row["also"])}
+    trained = train_on(ranks, PEAKS, plan, *command, on="ghost")
+    assert [each.code for each in trained] == [0] * ranks, trained[0].err[-3000:]
+    for rank, each in enumerate(trained):
+        (found,) = re.findall(r"^peak (\d+) (\d+)$", each.err, re.MULTILINE)
+        wanted = [peaks[rank][size] for size in ("allocated", "reserved")]
+        assert [{"least": int(size), "most": int(size)} for size in found] == wanted, rank

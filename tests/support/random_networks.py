@@ -1,6 +1,6 @@
 """Random small networks and their training data, as a hypothesis strategy.
 
-    tokens   (samples, 4, width)    Linear, norms, attention, residuals, tied embeddings
+    tokens   (samples, 4, width)    Linear, norms, attention, LSTMs, residuals, tied embeddings
     images   (samples, 4, 6, 6)     convolutions, group and batch norms, pooling
 
 Blocks are drawn one by one; some are used twice (shared), some are residual, some work in place.
@@ -41,6 +41,17 @@ class InPlace(nn.Module):
         return self.linear(x).mul_(0.5).add_(x).tanh_()
 
 
+class Recurrent(nn.Module):
+    """An LSTM over the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]
+
+
 class Residual(nn.Module):
     """A module with a skip connection."""
 
@@ -69,6 +80,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "rms norm": lambda: nn.RMSNorm(WIDTH, eps=1e-5),
         "dropout": lambda: nn.Dropout(0.25),
         "in place": InPlace,
+        "lstm": Recurrent,
     },
     "images": {
         "convolution": _convolution,
@@ -84,6 +96,9 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 INDIVISIBLE = {"dropout", "batch norm"}
 """Blocks that process part of a batch differently from the whole: other random numbers, other means."""
+
+INEXACT = {"lstm"}
+"""Blocks that round otherwise where no gradients are recorded: a CPU has another kernel for that."""
 
 
 class Net(nn.Module):
@@ -164,9 +179,9 @@ def mean_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tor
 
 @st.composite
 def networks(draw: st.DrawFn, *, divisible: bool = False) -> Network:
-    """Draw a network; ``divisible``: only of blocks that process part of a batch like the whole."""
+    """Draw a network; ``divisible``: of blocks that process part of a batch like the whole, bits apart."""
     kind = draw(st.sampled_from(sorted(BLOCKS)))
-    names = sorted(BLOCKS[kind].keys() - (INDIVISIBLE if divisible else set()))
+    names = sorted(BLOCKS[kind].keys() - (INDIVISIBLE if divisible else INEXACT))
     blocks = tuple(draw(st.lists(st.sampled_from(names), min_size=1, max_size=5)))
     tied = kind == "tokens" and draw(st.booleans())
     return Network(

@@ -1,8 +1,8 @@
 """Train a script on the CPU and keep what it computed: ``FILE DTYPE SCRIPT.py ARGS...`` as arguments.
 
-``FILE`` receives the losses of three backward passes, and the gradients of the first update, of large ones
-every n-th value. Nothing drops, clips or scales. In float64, everything that the script makes in float32 is
-float64.
+``FILE`` receives the losses of three backward passes, or of as many as the first update takes, and the
+gradients of that update, of large ones every n-th value. Nothing drops, clips or scales. In float64,
+everything that the script makes in float32 is float64.
 """
 
 import runpy
@@ -24,6 +24,7 @@ from memfit.verification.make_runs_comparable import (
 )
 
 LOSSES = 3
+"""Of passes, at least."""
 VALUES = 100_000
 """Kept of one gradient."""
 _BACKWARD = Patch("torch:Tensor", "backward", why="see the losses")
@@ -74,7 +75,7 @@ def main() -> None:
         original(loss, *args, **kwargs)
         inside = False
         losses.append(loss.item())
-        if len(losses) == LOSSES:
+        if len(losses) >= LOSSES and gradients:  # an update may take more passes
             raise _Enough
 
     def before_step(optimizer: Any, *_: Any) -> None:

@@ -59,6 +59,8 @@ class Combination:
     parts: int = 1
     """Micro-batches in the handwritten loop."""
     clip: float | None = None
+    scaled: bool = False
+    """Whether the handwritten loop scales losses for fp16, and its first step overflows: it is left out."""
     optimizer: Callable[..., Any] = AdamW
     by_hand: Callable[..., Any] | None = None
     """Another optimizer for the handwritten loop."""
@@ -82,7 +84,7 @@ class Combination:
         if self.door == "applied":
             apply(model, self.plan)
             _watch(optimizer, seen)
-            _loop(model, optimizer, batches, network, self.parts, self.clip)
+            self._loop(model, optimizer, batches, network, self.parts)
             return _results(model, seen)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a strategy may not pay off, or not equal the whole batch
@@ -133,8 +135,34 @@ class Combination:
         seen: list[torch.Tensor] = []
         _watch(optimizer, seen)
         mean_of_means = self.door in ("fit", "validated", "windows", "resumed")
-        _loop(model, optimizer, batches, network, parts or self.parts, self.clip, mean_of_means)
+        self._loop(model, optimizer, batches, network, parts or self.parts, mean_of_means)
         return _results(model, seen)
+
+    def _loop(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        batches: list[Any],
+        network: Network,
+        parts: int,
+        mean_of_means: bool = False,
+    ) -> None:
+        """Train with a handwritten loop that weights each part's mean loss with its share of the batch."""
+        torch.manual_seed(network.seed)
+        scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=1024.0, enabled=self.scaled)
+        for number, batch in enumerate(batches):
+            pieces = _parts(batch, parts)
+            for part in pieces:
+                share = len(pieces) if mean_of_means else len(batch[1]) / len(part[1])
+                loss = mean_loss(model, part)
+                loss = loss * torch.inf if self.scaled and number == 0 else loss
+                scaler.scale(loss if share == 1 else loss / share).backward()
+            scaler.unscale_(optimizer)
+            if self.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
 
 
 EXACT: dict[str, Combination] = {
@@ -228,6 +256,9 @@ CLOSE: dict[str, Combination] = {
     "2 slices, checkpointed = whole batch": OneStep(
         (BatchSlices(2), Checkpointing("blocks.*"), Offload(min_bytes=0)), door="applied"
     ),
+    "3 slices, scaled losses, overflow = whole batch": OneStep(
+        (BatchSlices(3),), clip=0.1, scaled=True, steps=2, door="applied"
+    ),
     "2 slices, accumulation of 2 = whole batch": OneStep((BatchSlices(2), Accumulation(parts_per_batch=2))),
     "checkpointed, of 2, retried = whole batch": OneStep(
         (Accumulation(parts_per_batch=2), Checkpointing("blocks.*")), door="retried"
@@ -266,6 +297,37 @@ def error(name: str, network: Network, dtype: torch.dtype) -> float:
     return max(_error(ours.gradients, plain.gradients), _error(ours.parameters, plain.parameters))
 
 
+def error_of_ranks(pool: Any, network: Network, dtype: torch.dtype) -> float:
+    """Return the same error for ranks under DDP, which divide their parts of the batch in two slices.
+
+    Args:
+        pool: of ranks.
+        network: a divisible one.
+        dtype: of its parameters.
+    """
+    plain = OneStep().plain(network, dtype)
+    found = pool.run("train_as_rank", network, dtype, module="support.strategy_mixes")
+    return max(
+        max(_error(ours.gradients, plain.gradients), _error(ours.parameters, plain.parameters))
+        for ours in found
+    )
+
+
+def train_as_rank(rank: int, ranks: int, network: Network, dtype: torch.dtype) -> Results:
+    """Train a step with this rank's part of the batch."""
+    model, (batch,) = network.build(dtype), network.batches(1, dtype)
+    apply(model, BatchSlices(2))
+    distributed = nn.parallel.DistributedDataParallel(model)
+    optimizer = Momentum(_trained(model))
+    seen: list[torch.Tensor] = []
+    _watch(optimizer, seen)
+    part = _parts(batch, ranks)[rank]
+    share = ranks * len(part[1]) / len(batch[1])  # DDP takes the mean of ranks
+    (mean_loss(distributed, part) * share).backward()
+    optimizer.step()
+    return _results(model, seen)
+
+
 def _error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     assert len(found) == len(wanted)
     off = sum(
@@ -273,29 +335,6 @@ def _error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     )
     size = sum(right.double().square().sum() for right in wanted)
     return float((off / size).sqrt())
-
-
-def _loop(
-    model: nn.Module,
-    optimizer: Any,
-    batches: list[Any],
-    network: Network,
-    parts: int,
-    clip: float | None,
-    mean_of_means: bool = False,
-) -> None:
-    """Train with a handwritten loop that weights each part's mean loss with its share of the batch."""
-    torch.manual_seed(network.seed)
-    for batch in batches:
-        pieces = _parts(batch, parts)
-        for part in pieces:
-            share = len(pieces) if mean_of_means else len(batch[1]) / len(part[1])
-            loss = mean_loss(model, part)
-            (loss if share == 1 else loss / share).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def _parts(batch: Any, parts: int) -> list[Any]:

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from memfit.strategies.accumulation import Accumulation
 from support.random_networks import Network, networks
-from support.strategy_mixes import CLOSE, EXACT, LIMITS, Combination, differing, error
+from support.strategy_mixes import CLOSE, EXACT, LIMITS, Combination, differing, error, error_of_ranks
 
 SAMPLE = settings(
     max_examples=8,
@@ -31,6 +31,13 @@ def test_the_same_arithmetic_gives_the_same_bits(network):
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_sums_in_another_order_are_equal_up_to_rounding(dtype, network):
     assert {name: off for name in CLOSE if (off := error(name, network, dtype)) > LIMITS[dtype]} == {}
+
+
+@SAMPLE
+@given(network=networks(divisible=True))
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_slices_of_ranks_are_equal_up_to_rounding(two_ranks, dtype, network):
+    assert error_of_ranks(two_ranks, network, dtype) <= LIMITS[dtype]
 
 
 def test_a_wrong_run_is_detected():

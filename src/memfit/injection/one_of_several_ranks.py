@@ -50,7 +50,9 @@ def become_one_process(hooks: InstalledHooks) -> None:
 
 def _open(original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
     if set(mode) & set("wax+") and _is_of_script(file):
-        return original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
+        handle, path = tempfile.mkstemp()  # not the null device: archives read where they are in their file
+        os.unlink(path)  # noqa: PTH108 - it is gone when it is closed
+        return original(handle, mode.replace("x", "w"), *args, **kwargs)
     return original(file, mode, *args, **kwargs)
 
 

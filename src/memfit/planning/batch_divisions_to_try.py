@@ -59,8 +59,11 @@ class BatchDivisionsToTry:
     ) -> None:
         self._runs, self._bases, self._budget = runs, bases, budget
         step = plain.operations
+        loop_draws = step is not None and step.samples is not None and step.samples.random
         draws = step is not None and any(each.random for each in step.forward)
-        self._divide = partial(batch_division_changes, plain.trace, draws=draws)
+        self._divide = partial(
+            batch_division_changes, plain.trace, draws=draws or loop_draws, loop_draws=loop_draws
+        )
         self._ways = self._divide() if allowed.rounding else []
         self._indivisible = (
             why_batches_are_indivisible(plain.trace) if allowed.rounding and not self._ways else ""
@@ -107,7 +110,7 @@ class BatchDivisionsToTry:
         """
         chosen = self._sliced.fastest(found, ran())
         while self.left and not self._sliced.refused:
-            if not is_made_by_loop(chosen) and self._runs.fits(chosen):
+            if not is_made_by_loop(chosen.change) and self._runs.fits(chosen):
                 break
             bases += self.make(bases[0], bases[-1])
             chosen = self._sliced.fastest(found, ran())

@@ -65,7 +65,9 @@ def smaller_batch_changes(trace: Trace) -> list[Change]:
     return [batch_size_change(setting, size >> times) for times in range(1, size.bit_length())]
 
 
-def batch_division_changes(trace: Trace, *, draws: bool, by_options: bool = True) -> list[Change]:
+def batch_division_changes(
+    trace: Trace, *, draws: bool, loop_draws: bool = False, by_options: bool = True
+) -> list[Change]:
     """Return the ways to divide a script's batches into equal parts, largest parts first.
 
     By the script's own option if it has one: for the batches in an update, or for ``memfit.Engine``'s parts.
@@ -73,13 +75,17 @@ def batch_division_changes(trace: Trace, *, draws: bool, by_options: bool = True
     Args:
         trace: of the script.
         draws: whether a step draws random numbers.
+        loop_draws: whether it does outside of the model's calls, such as noise of the size of the batch. Then
+            no option sums gradients: the loop would draw other numbers, which slices leave as they are.
         by_options: whether such options are used.
     """
     setting = find_batch_size_setting(trace)
     if setting is None:
         return []
     has_options = by_options and isinstance(setting, ScriptOption)
-    accumulation = _option(trace, ScriptOptionPurpose.ACCUMULATION) if has_options else None
+    accumulation = (
+        _option(trace, ScriptOptionPurpose.ACCUMULATION) if has_options and not loop_draws else None
+    )
     parts = _option(trace, ScriptOptionPurpose.PARTS) if has_options else None
     own = accumulation is not None or parts is not None
     ways = []

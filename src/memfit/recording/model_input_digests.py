@@ -56,6 +56,10 @@ def digest_tensor_rows(tensor: torch.Tensor) -> InputTensor:
     return InputTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(rows))
 
 
+def _gpu_generator_offsets() -> tuple[int, ...]:
+    return tuple(each.get_offset() for each in torch.cuda.default_generators)
+
+
 def _digest(row: npt.NDArray[np.uint8]) -> str:
     return hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest()
 
@@ -73,6 +77,9 @@ class ModelInputRecorder:
         self._computed = False
         self._shapes: list[tuple[int, ...]] = []
         self._in_model = 0
+        self._drawn_by_gpu: tuple[int, ...] | None = None
+        """Where the GPUs' generators were when the step began, or the last call in it ended."""
+        self._random = False
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook copies to the GPU, and loaders."""
@@ -91,7 +98,16 @@ class ModelInputRecorder:
             drawn,
             self._computed,
             tuple(self._shapes[:_MOST_TENSORS]),
+            self._random,
         )
+
+    def begin_outside(self) -> None:
+        """Note where the GPUs' generators are: a step begins, or a call of the model has ended."""
+        self._drawn_by_gpu = _gpu_generator_offsets()
+
+    def end_outside(self) -> None:
+        """Note whether the GPUs have drawn since: a call of the model begins, or the step ends."""
+        self._random |= self._drawn_by_gpu not in {None, _gpu_generator_offsets()}
 
     def passes(self, passed: Any, *, is_model: bool = True) -> None:
         """Note what the model is passed, or another module such as the loss: it is about to be called."""

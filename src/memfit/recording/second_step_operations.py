@@ -111,17 +111,20 @@ class SecondStepRecorder:
                 self._recorder.start()
             if not self._is_inside and self._recorder is not None:
                 self._is_inside = True
+                self._samples.end_outside()
                 self._samples.passes((args, kwargs), is_model=module is self._model)
                 try:
                     return original(module, *args, **kwargs)
                 finally:
                     self._is_inside = False
+                    self._samples.begin_outside()
         return original(module, *args, **kwargs)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._stepped and not self._is_compiled:
             self._eager.wrap(_MODULE, "__call__", self._called)
         self._stepped = True
+        self._samples.end_outside()
         self._finish()
         if self._kept is not None:
             self._write(*self._kept)
@@ -132,6 +135,7 @@ class SecondStepRecorder:
                 self._write(step, numbers)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._samples.begin_outside()
         if self._is_compiled and self._stepping is None:
             self._stepping = optimizer
             self._compiled.start()

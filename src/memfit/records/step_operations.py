@@ -33,6 +33,8 @@ class StepInputs:
     """Whether the model was passed, in the recorded step, what the GPU had computed."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of the first tensors that the model was passed in the recorded step."""
+    random: bool = False
+    """Whether the GPU drew random numbers in the recorded step outside of the model's calls."""
 
 
 @dataclass(frozen=True, slots=True)

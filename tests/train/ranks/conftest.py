@@ -1,17 +1,10 @@
-"""Two pools of gloo ranks, started once for all tests of this folder."""
+"""Four gloo ranks, started once for all tests of this folder."""
 
 from contextlib import closing
 
 import pytest
 
 from support.rank_pool import RankPool
-
-
-@pytest.fixture(scope="session")
-def two_ranks():
-    """Return a pool of two ranks."""
-    with closing(RankPool(2)) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="session")

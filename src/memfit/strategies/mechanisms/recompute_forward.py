@@ -30,8 +30,8 @@ from memfit.strategies.mechanisms.recompute_in_parts import recompute_in_parts
 from memfit.strategies.mechanisms.selective_checkpointing import (
     KeptResults,
     make_keep_decision,
-    operations_called_less_often,
     operations_not_run,
+    products_called_less_often,
     selective_contexts_for_compile,
 )
 from memfit.strategies.mechanisms.single_tensor_recompute import recompute_single_tensors
@@ -140,7 +140,7 @@ class CheckpointedForward(WrappedForward):
         self._is_known = True
         if missing := operations_not_run(self.settings.save_ops, seen):
             if (counter := active_operation_counter()) is not None:
-                counter.miss(missing if self._is_on_gpu else operations_called_less_often(missing, seen))
+                counter.miss(missing if self._is_on_gpu else products_called_less_often(missing, seen))
             # By class: Python shows equal warnings once, and a network has many equal blocks.
             warn_user(
                 f"checkpointing: {type(self.module).__name__} did not run {len(missing)} of the "

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch.utils.flop_counter import flop_registry
 
 from memfit.errors import UsageError
 from memfit.recording.operation_interception import InterceptionModeAllowingCompilation
@@ -138,12 +139,17 @@ def operations_not_run(operations: Sequence[str], seen: "Counter[Any]") -> list[
     ]
 
 
-def operations_called_less_often(missing: Sequence[str], seen: "Counter[Any]") -> list[str]:
-    """Return those of the calls that ``operations_not_run`` names whose operation was called, but less often.
+def products_called_less_often(missing: Sequence[str], seen: "Counter[Any]") -> list[str]:
+    """Return those of the calls that ``operations_not_run`` names whose product was called, but less often.
 
-    Another device may have another operation in place of one that was not called at all.
+    Another device may have another operation in place of one that was not called at all, and a model may run
+    more beside its products for a GPU: TRL picks the tokens that count where Triton computes its loss.
     """
-    return [name for name in missing if any(seen[each] for each in operation_overloads(name))]
+    return [
+        name
+        for name in missing
+        if any(seen[each] and each.overloadpacket in flop_registry for each in operation_overloads(name))
+    ]
 
 
 def make_keep_decision(operations: Sequence[str], seen: "Counter[Any]") -> Callable[[Any], bool]:
