@@ -30,7 +30,7 @@ from memfit.planning.sample_independence import (
     compare_steps_of_parts,
     why_loss_is_a_sum,
 )
-from memfit.planning.strategy_and_allocator_changes import AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges, block_checkpointing_policies
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan
 from memfit.units import format_gib
 
@@ -116,19 +116,22 @@ class BatchDivisionsToTry:
             chosen = self._sliced.fastest(found, ran())
         return chosen
 
-    @property
-    def least_in_model(self) -> float:
-        """What no plan takes less time than that divides batches which nothing sets the size of."""
-        return 1.0 + self._bases.forward_again() / 2 if self._slices else INFINITY
-
-    def in_model(self, whole: CheckpointingBase, more: Change, chosen: PlanRun | None) -> PlanRun | None:
+    def divided_in_model(self, bases: Iterable[CheckpointingBase], optimizer: int | None) -> PlanRun | None:
         """Return the fastest plan that fits, by slices if nothing sets the size of batches.
 
+        Every block is checkpointed as well.
+
         Args:
-            whole: the base that needs least.
-            more: is changed as well.
-            chosen: the fastest plan that fits so far.
+            bases: of the search.
+            optimizer: whose models a plan changes.
         """
+        least, chosen = min(bases, key=lambda base: base.run.needs.bytes), self._runs.chosen
+        for more in (Change(), block_checkpointing_policies(optimizer)[0]):
+            chosen = self._in_slices(least, more, chosen)
+        return chosen
+
+    def _in_slices(self, whole: CheckpointingBase, more: Change, chosen: PlanRun | None) -> PlanRun | None:
+        """Return the fastest plan that fits: the one so far, or slices with another change."""
         before = whole.run
         for slices in self._slices:
             count = slices.plan["batch_slices"]["count"]
@@ -163,7 +166,11 @@ class BatchDivisionsToTry:
         tried = tuple(map(self.made_by_loop, self.left_to_memfit(answer.tried)))
         smallest = None if answer.smallest is None else self.made_by_loop(answer.smallest)
         undivided = self.why_no_more or self.only_in_model
-        return replace(answer, undivided=undivided, tried=tried, smallest=smallest)
+        least = (
+            1.0 + self._bases.forward_again() / 2 if self._slices else INFINITY
+        )  # of slices that did not run
+        bound = min(answer.bound, least)
+        return replace(answer, undivided=undivided, tried=tried, smallest=smallest, bound=bound)
 
     def begin(self, root: CheckpointingBase) -> None:
         """Begin with a base with whole batches: find the divisions that may be enough for it.

@@ -211,7 +211,7 @@ class _OperationSearch(PlanSearch):
         bases: list[CheckpointingBase] = []
         for start in starts:
             bases += self._search_roots(self._bases.roots(start))
-            self._divide_in_model([*bases, start])
+            self._runs.chosen = self._divisions.divided_in_model([*bases, start], self._optimizer)
             if self._bases.optimizer_changes:
                 self._try_every_block(bases)
                 bases += self._search_roots(self._bases.roots_with_other_optimizers())
@@ -221,8 +221,7 @@ class _OperationSearch(PlanSearch):
             if not self._refusal:
                 bases += (rest := [self._bases.offloading(base) for base in rest])
             self._runs.chosen = self._try_the_rest(rest)
-        found = self._runs.chosen
-        if found is None or found.time > self._allowed.slowdown:
+        if (found := self._runs.chosen) is None or found.time > self._allowed.slowdown:
             tight = self._tight(bases)
             if tight is not None and (found is None or tight.time <= self._allowed.slowdown):
                 return self._left_to_memfit(tight, bases, 0.0)
@@ -230,8 +229,7 @@ class _OperationSearch(PlanSearch):
             return self._no_plan()
         times = [self._divisions.made_by_loop(base.run).time for base in bases]
         added = [base.change.parts * self._least(base) / self._step for base in bases]
-        least = [sum(pair) for pair in zip(times, added, strict=True)]
-        return self._left_to_memfit(found, bases, min(*least, self._divisions.least_in_model))
+        return self._left_to_memfit(found, bases, min(map(sum, zip(times, added, strict=True))))
 
     def _left_to_memfit(self, found: PlanRun, bases: list[CheckpointingBase], bound: float) -> ScriptPlan:
         """Answer with the fastest plan that leaves the script's loop as it is; ``found`` if none fits."""
@@ -246,12 +244,6 @@ class _OperationSearch(PlanSearch):
         return (
             self._no_plan() if chosen is None else self._answer(chosen=chosen, bound=min(bound, chosen.time))
         )
-
-    def _divide_in_model(self, bases: list[CheckpointingBase]) -> None:
-        """Divide batches inside the model's call where nothing sets their size; checkpoint blocks as well."""
-        least = min(bases, key=lambda base: base.run.needs.bytes)
-        for more in (Change(), block_checkpointing_policies(self._optimizer)[0]):
-            self._runs.chosen = self._divisions.in_model(least, more, self._runs.chosen)
 
     def _search_roots(self, roots: Iterable[CheckpointingBase]) -> list[CheckpointingBase]:
         """Choose the fastest plan under some roots; return these, and the divisions of their batches."""
