@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.trial_result import TrialResult, why_run_failed
-from memfit.planning.batch_size_changes import batch_division_changes
+from memfit.planning.batch_size_changes import batch_division_changes, slice_changes
 from memfit.planning.bracket_checkpoint_choices import CheckpointChoiceBracket
 from memfit.planning.carry_out_in_slices import is_made_by_loop
 from memfit.planning.choose_checkpointing import CheckpointChooser
@@ -73,7 +73,9 @@ class CheckpointingBases:
         self._made: list[CheckpointingBase] = []
         self._refused: list[Change] = []
         offloads = any(own_sharding_changes(plain.sharding_calls, offloads=True))
-        parts = max((way.parts for way in batch_division_changes(plain.trace, draws=False)), default=1)
+        ways = batch_division_changes(plain.trace, draws=False)
+        counts = [each.plan["batch_slices"]["count"] for each in slice_changes(plain.trace, plain.operations)]
+        parts = max((*(way.parts for way in ways), *counts), default=1)
         self.floors = (
             None
             if script.is_to_be_sharded(plain) or offloads

@@ -211,6 +211,7 @@ class _OperationSearch(PlanSearch):
         bases: list[CheckpointingBase] = []
         for start in starts:
             bases += self._search_roots(self._bases.roots(start))
+            self._runs.chosen = self._divisions.divided_in_model([*bases, start], self._optimizer)
             if self._bases.optimizer_changes:
                 self._try_every_block(bases)
                 bases += self._search_roots(self._bases.roots_with_other_optimizers())
@@ -220,8 +221,7 @@ class _OperationSearch(PlanSearch):
             if not self._refusal:
                 bases += (rest := [self._bases.offloading(base) for base in rest])
             self._runs.chosen = self._try_the_rest(rest)
-        found = self._runs.chosen
-        if found is None or found.time > self._allowed.slowdown:
+        if (found := self._runs.chosen) is None or found.time > self._allowed.slowdown:
             tight = self._tight(bases)
             if tight is not None and (found is None or tight.time <= self._allowed.slowdown):
                 return self._left_to_memfit(tight, bases, 0.0)
