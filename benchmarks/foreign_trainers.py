@@ -22,7 +22,7 @@ def _lines(count: int, least: int, most: int) -> list[str]:
 
 def _corpus(folder: Path) -> None:
     data = folder / "data/tiny"
-    data.mkdir()
+    data.mkdir(parents=True)
     for name, count in (("train", 9500), ("valid", 40), ("test", 40)):
         (data / f"{name}.txt").write_text("\n".join(_lines(count, 19, 19)) + "\n")
 
