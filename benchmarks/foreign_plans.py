@@ -14,7 +14,8 @@ its data are made, and it runs unmodified:
 
 The measured time is the processor time between the first and the last number that the script reads from its
 tensors, relative to plain Python; the predicted one is the assumed card's. The losses are those numbers.
-Where a plan divides batches by the script's own option, the loop reads one for each part: their mean counts.
+Where a plan divides batches by the script's own option, the loop reads one for each part: their mean counts,
+or their sum where the loop has divided them.
 Results of other scripts that the file of --json has are kept. Exits with 1 if a cell neither succeeds nor has
 a plan refused for the reason that foreign_scripts.py states.
 """
@@ -50,7 +51,7 @@ from measuring import (
 SCRIPTS = (*OWN_LOOPS, *TRAINERS)
 TOLERANCE = 1e-5
 """Greatest difference of a loss, relative to it."""
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
+OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
 READS = Path(__file__).parent / "foreign_plans"
 LIMIT = 1800
 """Seconds that one run may take."""
@@ -157,13 +158,15 @@ def _journey(script: ForeignScript, folder: Path, cell: Cell, rounds: int) -> Ce
 
 
 def _of_batches(read: list[_Read], plain: list[_Read], parts: int) -> list[_Read]:
-    """Return numbers that a script read, with the mean of those of a batch's parts where it read them."""
+    """Return numbers that a script read, with the mean or the sum of those of a batch's parts."""
     found, left = [], list(read)
     for value, _ in plain:
         count = 1 if left and _difference(left[0][0], value) <= TOLERANCE else parts
         if len(left) < count:
             break
-        found.append((statistics.fmean(number for number, _ in left[:count]), left[count - 1][1]))
+        total = sum(number for number, _ in left[:count])
+        nearest = min((total, total / count), key=lambda each: _difference(each, value))
+        found.append((nearest, left[count - 1][1]))
         del left[:count]
     return found + left
 

@@ -199,3 +199,29 @@ def test_the_models_call_divides_batches_whose_size_decides_their_rows(tmp_path)
     under = memfit("dry-run", "--memory", "760MiB", "--plan", plan, "--json", "-", script, *words)
     figures = json.loads(under.stdout)
     assert (figures["verdict"], figures["peak"]["allocated"]) == ("fits", found["allocated"])
+
+
+BY_HAND = """
+    import torch
+    from torch import nn
+
+    block = lambda: nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 64))
+    model = nn.Sequential(block(), block())
+    model.cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        loss = model(torch.randn(65536, 64, device="cuda")).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_batches_made_by_hand_are_divided_inside_the_models_call(tmp_path):
+    """Nothing sets their size, and every block recomputed is not enough."""
+    script, plan = tmp_path / "by_hand.py", tmp_path / "plan.json"
+    script.write_text(textwrap.dedent(BY_HAND))
+    printed, found = planned(script, plan, script)
+    assert found["plan"]["batch_slices"]["count"] >= 2
+    assert "Batches are not divided" not in printed
+    assert json.loads(memfit("dry-run", "--plan", plan, "--json", "-", script).stdout)["verdict"] == "fits"

@@ -40,10 +40,10 @@ def verify_alone(*arguments):
     return run_python("-m", "memfit", "verify", *arguments)
 
 
-def verified(folder, plan, *, seed="", dropout=0.0, run=verify_on_cpu, **more):
+def verified(folder, plan, *, text=SCRIPT, seed="", dropout=0.0, run=verify_on_cpu, **more):
     """Return the exit code, the JSON, and what else was printed."""
     script, file = folder / "train.py", folder / "plan.json"
-    script.write_text(textwrap.dedent(SCRIPT).format(seed=seed, dropout=dropout))
+    script.write_text(textwrap.dedent(text).format(seed=seed, dropout=dropout))
     file.write_text(json.dumps({"plan": plan, "command": ["train.py", "--wide"], **more}))
     done = run("--plan", file, "--json", "-", script)
     assert "must not be seen" not in done.stdout + done.stderr
@@ -76,6 +76,23 @@ def test_operations_are_counted_and_compared_with_the_plan(tmp_path):
     assert operations["under_plan"]["recomputed"] == 2
     assert operations["as_written"]["recomputed"] == 0
     assert operations["under_plan"]["backward"] == operations["as_written"]["backward"] > 9
+
+
+def test_copies_to_the_buckets_of_ddp_are_not_expected_where_the_plan_leaves_them_out(tmp_path):
+    """DDP copies each gradient, unless gradients are views of its buckets, as in plans for such scripts."""
+    text = SCRIPT.replace(
+        "nn.Sequential(*blocks)", "nn.parallel.DistributedDataParallel(nn.Sequential(*blocks))"
+    )
+    begin = (
+        "import torch.distributed as group; "
+        "group.init_process_group('gloo', store=group.HashStore(), rank=0, world_size=1)"
+    )
+    plan = {"checkpointing": {"regions": [{"modules": ["module.0"]}]}}
+    views = {"DistributedDataParallel": {"gradient_as_bucket_view": True}}
+    code, found = verified(tmp_path, plan, text=text, seed=begin, own_sharding=views)
+    assert (code, found["verdict"]) == (0, "verified")
+    operations = found["operations"]
+    assert operations["as_written"]["backward"] - operations["under_plan"]["backward"] == 6
 
 
 @pytest.mark.parametrize(("version", "is_compared"), [(torch.__version__, True), ("2.9.0+cu128", False)])

@@ -74,7 +74,7 @@ def test_a_model_that_moves_to_the_gpu_later_is_refused(injector, monkeypatch):
 def test_calls_of_a_model_go_through_its_wrapper_once_and_copies_do_not(injector):
     import copy
 
-    one, model = injector("ddp"), nn.Linear(2, 2)
+    one, model = injector("ddp"), nn.Sequential(nn.Linear(2, 2))
     calls = []
 
     class Wrapper(nn.Module):
@@ -84,12 +84,20 @@ def test_calls_of_a_model_go_through_its_wrapper_once_and_copies_do_not(injector
 
     one._route(model, Wrapper())
     one._await_call(model)
-    assert one.uncalled == ("Linear",)
+    assert one.uncalled == ()
     x = torch.ones(1, 2)
+    with torch.no_grad():
+        model[0](x)
+    assert one.uncalled == ()
+    copied = copy.deepcopy(model)
+    model[0](x)
+    assert one.uncalled == ("Sequential",)
     assert torch.equal(model(x), model.forward(x))
     assert len(calls) == 1
-    assert (one.uncalled, injector.changes) == ((), [1])
+    assert (one.uncalled, injector.changes) == ((), [1, 1])
+    copied(x)
     copy.deepcopy(model)(x)
+    assert one.uncalled == ()
     assert len(calls) == 1
 
 

@@ -109,7 +109,7 @@ def test_the_estimate_of_a_trainer_has_the_optimizer_of_its_plan(tmp_path):
     of_state = estimate.breakdown["optimizer state"].bytes
     assert of_state < 4 * model.num_parameters()  # in 32 bits: 8 bytes each
     assert trainer.optimizer is None
-    assert "torchao" not in type(trainer.create_optimizer()).__module__
+    assert "bitsandbytes" not in type(trainer.create_optimizer()).__module__
 
 
 @pytest.mark.slow

@@ -98,6 +98,19 @@ def test_where_slices_are_not_known_to_suit_the_model_whole_batches_are_recomput
     assert found.chosen.equality == "bit for bit"
 
 
+def test_modules_of_slices_are_not_recomputed_in_parts(monkeypatch):
+    """Slices refuse split_at: where plans of micro-batches had it, none with slices could be run."""
+    seen = []
+
+    def chooser(*given, in_parts):
+        seen.append(in_parts)
+        return CheckpointChooser(*given, in_parts=in_parts)
+
+    monkeypatch.setattr("memfit.planning.checkpointing_bases.CheckpointChooser", chooser)
+    planned(BatchedScript(), 0.3)
+    assert seen == [True, False, False]  # whole batches, two parts, four
+
+
 def test_batches_are_divided_no_further_than_needed():
     script = BatchedScript()
     assert planned(script, 0.3).in_loop.change.micro_batches.count == 4

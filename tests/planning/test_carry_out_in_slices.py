@@ -66,7 +66,11 @@ def test_where_as_many_slices_do_not_fit_the_next_plan_is_tried():
 
 def test_a_plan_that_cannot_make_up_for_what_slices_need_more_is_not_run():
     chosen, _, seen = carried_out({(2, 1): 100, (4, 1): 80}, parts=(2, 2, 4))
-    assert (is_made_by_loop(chosen), chosen.change.parts, seen) == (True, 2, [{"count": 2}, {"count": 4}])
+    assert (is_made_by_loop(chosen.change), chosen.change.parts, seen) == (
+        True,
+        2,
+        [{"count": 2}, {"count": 4}],
+    )
 
 
 def test_where_the_model_refuses_slices_the_loop_divides():

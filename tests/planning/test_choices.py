@@ -75,13 +75,17 @@ def test_modules_are_split_where_checkpointing_them_at_once_is_not_enough():
     network = feed_forward()
     network.gradients()
     plain = network.gradients()
-    chooser = CheckpointChooser(network.record(), work)
+    step = network.record()
+    chooser = CheckpointChooser(step, work)
     at_once = memfit.Checkpointing(("0", "1", "2", "3"))
     memfit.apply(network.model, at_once)
     least = peak(network.record())
     memfit.revert(network.model)
     choice = chooser.choose(least - (16 << 10))
     assert any(region.split_at for region in choice.regions)
+    in_slices = CheckpointChooser(step, work, in_parts=False)
+    assert not any(region.split_at for region in in_slices.smallest.regions)
+    assert chooser.smallest.peak < in_slices.smallest.peak
     applied(network, choice)
     assert peak(network.record()) < least
     assert all(map(_same, plain, network.gradients()))

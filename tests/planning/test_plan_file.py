@@ -1,6 +1,7 @@
 """Plan files: read as data, and refused if they hold anything else."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,25 @@ def test_what_a_plan_promises_is_what_its_file_says_or_follows_from_its_settings
     assert read_plan(written({"plan": SETTINGS})).equality is Equality.BITWISE
     assert read_plan(written({"plan": SETTINGS, "equality": "up to rounding"})).equality is Equality.ROUNDING
     assert read_plan(written({"plan": SETTINGS, "equality": None})).equality is Equality.BITWISE
+
+
+def test_all_that_memfit_plan_writes_is_known(written):
+    schema = json.loads((Path(__file__).parents[2] / "docs/plan.schema.json").read_text())
+    names = schema["$defs"]["ScriptPlan"]["properties"].keys()
+    of_plan = {"equality": "up to rounding", "command": [], "allocated": 1, "operations": None}
+    known = {
+        "nproc": 1,
+        "nnodes": 1,
+        "models": [],
+        "versions": {},
+        "fused": False,
+        "allocator": "",
+        "schema": 1,
+    }
+    content = dict.fromkeys(names, None) | of_plan | known | {"plan": SETTINGS, "own_sharding": {}}
+    assert read_plan(written(content)).change.plan == SETTINGS
+    with pytest.raises(FileFormatError, match=r"'needed' beside 'plan' is nothing that memfit plan writes"):
+        read_plan(written(content | {"needed": 1}))
 
 
 def test_what_a_plan_allocates_is_for_the_command_that_it_was_made_for(written):

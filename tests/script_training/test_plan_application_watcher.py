@@ -130,6 +130,41 @@ def test_results_to_be_kept_that_the_model_does_not_make_stop_the_script_before_
         assert "trained without a part of" in far.err.splitlines()[-1]
 
 
+def test_a_single_layer_is_a_model(train, plan_file):
+    script = STEPS.replace("torch.nn.Sequential(torch.nn.Linear(4, 4))", "torch.nn.Linear(4, 4)")
+    trained = train(script, plan_file({"batch_slices": {"count": 2}}))
+    assert (trained.code, trained.out) == (0, "trains\nstepped\n"), trained.err
+    assert "memfit: applied to Linear (optimizer: script.py:4)" in trained.err
+
+
+HOOK = "kept = []; model[0].register_forward_hook(lambda *each: kept.append(each[2])); print("
+SECOND = (
+    ".sum(); torch.autograd.grad(model(torch.ones(2, 4)).mean(), [*model.parameters()], create_graph=True)"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("Linear(4, 4))", "BatchNorm1d(4))", "0 is a BatchNorm1d in"),
+        ("print(", HOOK, "the model's forward, or a hook on a layer, keeps a result"),
+        (".sum().backward()", SECOND, "a second derivative"),
+    ],
+    ids=["batch norm", "hook", "backward"],
+)
+def test_what_the_first_batch_shows_stops_the_script_and_says_where(train, plan_file, before, after, says):
+    plan, script = plan_file({"batch_slices": {"count": 2}}), STEPS.replace(before, after, 1)
+    assert script != STEPS
+    trained = train(script, plan)
+    assert (trained.code, trained.out) == (3, "trains\n"), trained.err
+    assert f"NOT APPLIED at script.py:6: batch_slices: {says}" in trained.err
+    assert "memfit: stopped before the first step." in trained.err
+    assert "Traceback" not in trained.err
+    far = train(script, plan, as_far=True)
+    assert far.code == 1
+    assert "Traceback" in far.err
+
+
 def test_a_script_that_swallows_the_stop_does_not_train(train, plan_file):
     script = """
         import torch

@@ -143,6 +143,46 @@ def test_a_loop_reads_whole_parameters_and_gradients(train_on, plan_file, tmp_pa
     assert trained[0].out == alone.stdout
 
 
+CHANGED = """
+    import copy, torch
+    from torch import nn
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to("cuda")
+    average, start = copy.deepcopy(model), [each.detach().clone() for each in model.parameters()]
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    weight, x = model[0].weight, torch.randn(8, 4)
+    first, second = weight.detach()[0], weight.detach()[1]
+    for _ in range(3):
+        optimizer.zero_grad()
+        far = sum((each - old).square().sum() for each, old in zip(model.parameters(), start))
+        (model(x).square().sum() + far).backward()
+        optimizer.step()
+        with torch.no_grad():
+            weight[3].mul_(0.5)
+            first.add_(1.0)
+            second -= first.to("cuda")
+            weight[2, 1:3] = 0.25
+            weight[weight.abs() < 0.1] = 0.0
+            weight[1:4, 1:].clamp_(-0.3, 0.3)
+            weight.t()[1].neg_()
+            optimizer.state[weight]["exp_avg"][4].zero_()
+            torch._foreach_lerp_([*average.parameters()][:2], [*model.parameters()][:2], 0.1)
+            for old, new in list(zip(average.parameters(), model.parameters()))[2:]:
+                old.mul_(0.9).add_(new, alpha=0.1)
+            seen = average(x).square().sum()
+        print([f"{each.detach().double().square().sum():.4f}" for each in model.parameters()], f"{seen:.4f}")
+"""
+
+
+def test_what_a_loop_changes_of_a_row_and_averages_is_as_in_one_process(train_on, plan_file, tmp_path):
+    (tmp_path / "alone.py").write_text(textwrap.dedent(CHANGED).replace('"cuda"', '"cpu"'))
+    alone = run_python("alone.py", cwd=tmp_path)
+    assert len(alone.stdout.splitlines()) == 3, alone.stderr
+    trained = train_on(2, CHANGED, plan_file({"sharding": {"mode": "fsdp2"}}))
+    assert [each.code for each in trained] == [0, 0], trained[0].err
+    assert trained[0].out == alone.stdout
+
+
 STEP = """
     import os, torch
     from torch import nn
@@ -176,9 +216,14 @@ JOIN = 'torch.distributed.init_process_group("gloo")'
             "the script joins a process group itself, and Sequential is in no",
         ),
         ("model(x)", "model(x - x.mean())[0]", ""),
+        (
+            "optimizer =",
+            "unused = nn.Sequential(nn.Linear(4, 4)); torch.optim.SGD(unused.parameters()); optimizer =",
+            "",
+        ),
         ("nn.Linear(4, 4))", "nn.Softmax(0))", "sharding: the model combines samples with each other"),
     ],
-    ids=["batch", "gradient", "submodules", "own group", "no refusal", "samples meet"],
+    ids=["batch", "gradient", "submodules", "own group", "no refusal", "an unused model", "samples meet"],
 )
 @pytest.mark.slow
 def test_ranks_that_would_not_train_as_one_process_stop_before_the_first_step(
@@ -192,6 +237,31 @@ def test_ranks_that_would_not_train_as_one_process_stop_before_the_first_step(
     assert says in first.err
     assert (first.code, first.out) == (3, ""), first.err
     assert second.code
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (
+            "model(x).sum()",
+            "__import__('copy').deepcopy(model)(x).sum()",
+            "the script copies Sequential, which fsdp2 has sharded. Copy it before the optimizer is created",
+        ),
+        (
+            "0.1)",
+            "0.1); torch.mul(model[0].weight, 2.0, out=model[0].weight[0])",
+            "mul would change a part of",
+        ),
+        ("optimizer =", "model.scale = nn.Parameter(torch.ones(())); optimizer =", "number, such as scale."),
+    ],
+    ids=["copy", "out", "scalar"],
+)
+@pytest.mark.slow
+def test_what_shards_cannot_do_is_refused_by_name(train_on, plan_file, before, after, says):
+    assert before in STEP
+    first, second = train_on(2, STEP.replace(before, after), plan_file({"sharding": {"mode": "fsdp2"}}))
+    assert says in first.err
+    assert (first.code, first.out, second.code) == (3, "", 3), first.err
 
 
 @pytest.mark.slow

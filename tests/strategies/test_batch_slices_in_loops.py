@@ -1,9 +1,8 @@
-"""What batch slices refuse, and batch slices in training loops: copies, clipping, loss scales, float16."""
+"""Batch slices in training loops: copies, clipping, loss scales, float16."""
 
 import copy
 import io
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,108 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memfit
 from memfit import BatchSlices
 from memfit.errors import UsageError
-from support.slice_cases import WIDTH, Case, Of, entropy, expect_equal, images, same, trained, with_labels
-
-REFUSED = {
-    "batch norm": (
-        Case(lambda s, x: s.conv(x), images, layers=lambda: {"conv": nn.BatchNorm2d(3)}),
-        "conv is a BatchNorm2d in training mode",
-    ),
-    "similarities": (
-        Case(lambda s, x: s.logits(x).flatten(1) @ s.logits(x).flatten(1).T),
-        "no row for each of them",
-    ),
-    "a mean over the batch": (Case(lambda s, x: s.logits(x).mean(0)), "no row for each of them"),
-    "less its mean": (Case(lambda s, x: s.logits(x) - s.logits(x).mean(0)), "combines samples"),
-    "sequences first": (
-        Case(lambda s, x: s.rnn(x)[0], layers=lambda: {"rnn": nn.LSTM(WIDTH, WIDTH)}),
-        "pass dim=",
-    ),
-    "contrastive loss": (
-        Case(
-            lambda s, x: F.cross_entropy(
-                s.logits(x).flatten(1) @ x.flatten(1)[:, :20].T, torch.arange(len(x))
-            ),
-            loss=same,
-        ),
-        "it reduces 4 elements for two samples, and 1 and 1 for each alone",
-    ),
-    "loss of means": (
-        Case(lambda s, x: s.logits(x).mean(0).square().sum(), loss=same),
-        "it reduces 20 elements for two samples, and 20 and 20 for each alone",
-    ),
-    "a variance": (Case(lambda s, x: s.logits(x).var(), loss=same), "its graph ends in VarBackward0"),
-    "a sum and a mean": (
-        Case(lambda s, x: s.logits(x).mean() + s.up(x).square().sum(), loss=same),
-        "adds a mean over samples to a sum",
-    ),
-    "means over other tokens": (
-        Case(lambda s, x, y: entropy()(s, x, y) + s.logits(x).square().mean(), with_labels, same),
-        "weigh the slices of a batch differently",
-    ),
-    "two losses": (
-        Case(lambda s, x: (s.logits(x).mean(), s.up(x).mean()), loss=sum),
-        "returns 2 single numbers",
-    ),
-    "logits differentiated beside the loss": (
-        Case(
-            lambda s, x, y: (entropy()(s, x, y), s.logits(x)), with_labels, lambda out: out[0] + out[1].mean()
-        ),
-        "differentiates an output",
-    ),
-    "a tensor of its own": (
-        Case(
-            lambda s, x: (s.logits(x) * s.own[0]).mean(),
-            loss=same,
-            prepare=lambda model: setattr(model, "own", [torch.ones(1, requires_grad=True)]),
-        ),
-        "neither a parameter nor an argument",
-    ),
-    "a counter": (
-        Case(
-            lambda s, x: s.logits(x * s.position.new_ones(1)) + s.seen.add_(1),
-            prepare=lambda model: model.register_buffer("seen", torch.zeros(1)),
-        ),
-        "changes its tensor 'seen'",
-    ),
-    "spectral norm": (
-        Case(Of.logits, prepare=lambda model: nn.utils.parametrizations.spectral_norm(model.up)),
-        "changes its tensor",
-    ),
-    "a fixed batch": (Case(lambda s, x: s.logits(x).view(7, 20)), "fails for one or two samples"),
-    "an object": (
-        Case(lambda s, x: SimpleNamespace(logits=s.logits(x)), loss=lambda out: out.logits.mean()),
-        "returns an object of type SimpleNamespace",
-    ),
-    "no tensor": (Case(lambda s, n: s.logits(torch.randn(n, 4, WIDTH)), lambda n: (n,)), "no tensor"),
-    "a packed sequence": (
-        Case(
-            lambda s, x: s.rnn(x)[1],
-            lambda n: (nn.utils.rnn.pack_sequence([torch.randn(3, WIDTH).double()] * n),),
-            layers=lambda: {"rnn": nn.GRU(WIDTH, WIDTH)},
-        ),
-        "is passed a PackedSequence",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_slices_would_change_is_refused_before_a_gradient(name):
-    case, message = REFUSED[name]
-    with pytest.raises(UsageError, match=r"^batch_slices: ") as refused:
-        trained(case, BatchSlices(3), torch.float64)
-    assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "loss", [Of.logits, lambda s, x: s.logits(x).square().mean()], ids=["outputs", "loss"]
-)
-def test_a_second_derivative_is_refused(loss):
-    model = Of(loss)
-    BatchSlices(2).apply(model)
-    total = model(torch.randn(4, 4, WIDTH)).mean()
-    with pytest.raises(UsageError, match="create_graph"):
-        torch.autograd.grad(total, list(model.parameters()), create_graph=True, allow_unused=True)
+from support.slice_cases import WIDTH, Case, Of, expect_equal, trained
 
 
 def of_transformers(kind: str) -> Any:

@@ -145,8 +145,8 @@ def test_an_optimizer_whose_parameters_depend_on_each_other_is_refused():
 @pytest.mark.process  # torchao's step is compiled
 def test_quantised_state_moves_as_well(streams):
     pytest.importorskip("torchao")
-    plan = OptimizerState(bits=8, offload=True)
-    ours, plain = engine_of(net(width=64), plan), engine_of(net(width=64), OptimizerState(bits=8))
+    plan, kept = (OptimizerState(bits=8, backend="torchao", offload=each) for each in (True, False))
+    ours, plain = engine_of(net(width=64), plan), engine_of(net(width=64), kept)
     assert same(trained(ours, range(4)), trained(plain, range(4)))
     assert "back" in streams[0].log
 
@@ -172,7 +172,8 @@ def test_on_a_cpu_offload_warns_once_and_does_nothing(settings, monkeypatch):
 def test_a_state_of_several_dtypes_is_saved_and_loaded(kind, tmp_path):
     if kind == "quantised":
         pytest.importorskip("torchao")
-    plan = OptimizerState(bits=8 if kind == "quantised" else 32, offload=True)
+    low = {"bits": 8, "backend": "torchao"} if kind == "quantised" else {}
+    plan = OptimizerState(**low, offload=True)
 
     def made():
         model = net(width=64)

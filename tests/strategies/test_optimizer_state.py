@@ -213,7 +213,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     model = net()
     with pytest.raises(UsageError, match=r"pip install 'memfit\[torchao\]'"):
-        OptimizerState(bits=8).optimizer(torch.optim.AdamW(model.parameters()), model)
+        OptimizerState(bits=4).optimizer(torch.optim.AdamW(model.parameters()), model)
 
 
 def test_a_choice_that_would_lose_state_or_a_replaced_step_is_refused():

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from memfit.errors import FileFormatError, MemfitError, UsageError
+from memfit.planning.strategies_to_compare import strategies_to_compare
 from memfit.records import Equality
 from memfit.strategies.read_configuration import configure
 from memfit.strategies.read_plan_or_settings import read_plan_or_settings
@@ -58,6 +59,19 @@ def test_a_plan_s_file_is_read_as_before(written):
     assert read_plan_or_settings(plan).change.plan == {"checkpointing": {"every": 2}}
 
 
+def test_8_bits_are_those_of_the_row_of_compare(written):
+    row = {each.name: each.change.plan for each in strategies_to_compare(1)}
+    found = read_plan_or_settings(written("settings.json", '{"optimizer_state": {"bits": 8}}'))
+    assert found.change.plan == row["8-bit optimizer state"]
+
+
+def test_what_decides_nothing_in_a_python_file_is_left_out(written):
+    text = "import os\nif os.path.exists('a'):\n    lr = 2\nwith_cp = True\ndef schedule(): return with_cp"
+    assert read_plan_or_settings(written("a.py", text)).change.plan == {
+        "checkpointing": {"blocks": "backbone"}
+    }
+
+
 def test_settings_that_keep_every_bit_are_said_to(written):
     for text in ("[optimizer_state]\noffload = true", "checkpointing = true", "[offload]\nprefetch = 2"):
         assert read_plan_or_settings(written("settings.toml", text)).equality is Equality.BITWISE
@@ -77,6 +91,20 @@ def test_settings_that_keep_every_bit_are_said_to(written):
         ("a.py", BOMB, "line 14 has more than 20,000 values"),
         ("a.py", b"fp16 = \xff", "it is not a text file"),
         ("a.py", "fp16 = True\0", "it is not valid Python"),
+        ("a.py", "fp16 = True\nif debug:\n    fp16 = None", "a.py: line 2 may change fp16, and memfit reads"),
+        ("a.py", "fp16 = {}\nfor each in fp16: pass", "line 2 may change fp16"),
+        ("a.py", "scale = 2.0\nscale *= 2\nfp16 = dict(loss_scale=scale)", "line 2 may change scale"),
+        ("a.py", "fp16 = {}\nfp16['loss_scale'] = 2.0", "line 2 may change fp16"),
+        ("a.py", "fp16 = {}\nfp16.update(loss_scale=2.0)", "line 2 may change fp16"),
+        ("a.py", "lr, fp16 = 1, True", "line 1 may change fp16"),
+        ("a.py", "with_cp = True\ndel with_cp", "line 2 may change with_cp"),
+        ("a.py", "with_cp = True\nfrom other import value as with_cp", "line 2 may change with_cp"),
+        ("a.py", "with_cp = True\ndef with_cp(): ...", "line 2 may change with_cp"),
+        (
+            "a.json",
+            '{"plan": {"checkpointing": {}}, "fp16": {"loss_scale": 512.0}, "gpu": 1}',
+            "a.json: 'fp16', 'gpu' beside 'plan' is nothing that memfit plan writes. Move settings into",
+        ),
         ("a.json", '{"fp61": true}', "Nearest: fp16"),
         ("a.json", '{"fp16": ', "it is not valid JSON"),
         ("a.json", "{}", "it has no settings under 'plan'"),
@@ -86,7 +114,7 @@ def test_settings_that_keep_every_bit_are_said_to(written):
         ("a.toml", "fp16 = false", "no setting of memfit.Plan"),
         ("a.toml", "x" * (2 << 20), "a.toml"),
     ],
-    ids=map(str, range(19)),
+    ids=map(str, range(29)),
 )
 def test_other_files_are_refused_with_what_and_where(written, name, text, says):
     with pytest.raises(MemfitError, match=says):

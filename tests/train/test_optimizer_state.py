@@ -132,7 +132,7 @@ def test_the_first_step_is_protected_by_default():
 
 def test_a_state_of_another_optimizer_is_refused():
     pytest.importorskip("torchao.optim")
-    saved, run = engine(None).state_dict(), engine(OptimizerState(bits=8))
+    saved, run = engine(None).state_dict(), engine(OptimizerState(bits=8, backend="torchao"))
     with pytest.raises(UsageError, match=r"used torch\.optim.*AdamW, but .* uses torchao\..*AdamW8bit"):
         run.load_state_dict(saved)
     with pytest.raises(UsageError, match=r"saved run used torchao"):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -106,7 +107,7 @@ class ShardingInjector:
 
     @property
     def uncalled(self) -> tuple[str, ...]:
-        """The classes of sharded models that the script has not called."""
+        """The classes of sharded models of which the script has called parts alone."""
         return tuple(sorted(self._uncalled))
 
     @property
@@ -153,6 +154,7 @@ class ShardingInjector:
             elif self._shared is not None:
                 self._shared.seed(own=True)
             take_shards_when_loading(model)
+            self._refuse_copies(model)
             if isinstance(sharded, DistributedDataParallel) and sharded is not model:
                 self._route(model, sharded)
         after = dict(model.named_parameters(remove_duplicate=False))
@@ -222,17 +224,39 @@ class ShardingInjector:
 
         model.__dict__["_compiled_call_impl"] = call  # torch.compile's wrapper passes attributes on
 
+    def _refuse_copies(self, model: nn.Module) -> None:
+        """Have copies of what fully_shard has changed be refused by name."""
+
+        def refuse(copied: nn.Module, _: Any) -> None:
+            name = class_name(copied).removeprefix("FSDP")
+            why = (
+                f"sharding: the script copies {name}, which fsdp2 has sharded. Copy it before the optimizer "
+                "is created, or use zero1 or ddp."
+            )
+            self._refuse(why)
+            raise UsageError(why)
+
+        kinds: set[Any] = {type(each) for each in model.modules() if isinstance(each, FSDPModule)}
+        for kind in kinds:  # fully_shard has made them
+            kind.__deepcopy__ = refuse
+
     def _await_call(self, model: nn.Module) -> None:
-        """Have a model be uncalled until the script calls it."""
-        name = class_name(model)
+        """Have a model be uncalled from when the script calls a part of it until it calls the model."""
+        name, parts = class_name(model), [each for each in model.modules() if each is not model]
 
         def called(*_: Any) -> None:
-            hook.remove()
+            while hooks:
+                hooks.pop().remove()
             self._uncalled.discard(name)
             self._on_change()
 
-        hook = model.register_forward_pre_hook(called)
-        self._uncalled.add(name)
+        def part_called(*_: Any) -> None:
+            if hooks and torch.is_grad_enabled() and name not in self._uncalled:  # a copy has them, too
+                self._uncalled.add(name)
+                self._on_change()
+
+        hooks = [each.register_forward_pre_hook(part_called) for each in parts]
+        hooks.append(model.register_forward_pre_hook(called, prepend=True))
 
     def _wrapped(
         self, original: Callable[..., None], wrapper: Any, module: nn.Module, *args: Any, **kw: Any

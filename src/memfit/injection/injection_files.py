@@ -41,7 +41,7 @@ class InjectionReport(msgspec.Struct, frozen=True):
     refusals: tuple[tuple[str, str], ...] = ()
     """Why the plan was not applied to a model, and which, as in ``models``; empty if it is of no model."""
     uncalled: tuple[str, ...] = ()
-    """Sharded models that the script has not called, by class."""
+    """Sharded models of which the script has called parts alone, by class."""
     shares: tuple[int, ...] = ()
     """As in ``TrialResult``."""
     notes: tuple[str, ...] = ()

@@ -1,6 +1,8 @@
-"""Read, save and load the state of a sharded training as a script for one process does.
+"""Read, change, save and load the state of a sharded training as a script for one process does.
 
     norm.item(), f"{norm}"         fsdp2: every rank reads the whole tensor
+    weight[0].mul_(0.5)            fsdp2: every rank changes the whole tensor, and keeps its shard
+    average.lerp_(weight, 0.1)     fsdp2: of a plain tensor and a shard, the whole
     torch.save(state)              shards are gathered one by one, on all ranks; rank 0 writes one file
     optimizer.state_dict()         zero1: rank 0 gets the state of all ranks
     load_state_dict(state)         fsdp2: each rank takes its shards of whole tensors
@@ -31,22 +33,103 @@ _ZERO = Patch(
 )
 _LOAD = Patch("torch.optim.optimizer:Optimizer", "load_state_dict", why="take a rank's shards of a state")
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
-_TENSOR = Patch("torch:Tensor", *_READS, why="read whole tensors, not a rank's shards")
+_ARITHMETIC = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
+_WRITES = ("__setitem__", *(f"__i{each}__" for each in _ARITHMETIC))
+_PROPERTIES = ("__get__", "__set__", "__delete__")
+_DTENSOR = Patch(
+    "torch.distributed.tensor:DTensor",
+    "__torch_function__",
+    why="read and change whole tensors, not a rank's shards",
+)
 
 
 def install_state_of_ranks(hooks: InstalledHooks) -> None:
-    """Have the script's reading, saving and loading suit its shards."""
-    for name in _READS:
-        hooks.wrap(_TENSOR, name, _read)
+    """Have what the script reads, changes, saves and loads suit its shards."""
+    hooks.replace(_DTENSOR, "__torch_function__", lambda _: classmethod(_on_shards))
     hooks.wrap(_SAVE, "save", _save)
     hooks.wrap(_ZERO, "state_dict", _whole_state_dict)
     hooks.wrap(_LOAD, "load_state_dict", _load_optimizer)
 
 
-def _read(original: Callable[..., Any], value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Read a value of all ranks: every rank runs the script, so that all of them gather it."""
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return original(whole, *args, **kwargs)
+def _on_shards(
+    _: type, function: Callable[..., Any], __: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Run a function on tensors of which some are shards: every rank runs the script, so all may gather."""
+    name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+    with torch._C.DisableTorchFunctionSubclass():
+        is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        if is_write and isinstance(args[0], DTensor):
+            return _write(function, name, args, kwargs)
+        written = [*(args[0] if is_write and isinstance(args[0], list | tuple) else ()), kwargs.get("out")]
+        if any(isinstance(each, DTensor) and _copied(each) is not None for each in written):
+            raise UsageError(
+                f"sharding: {name} would change a part of a sharded tensor, and loses it. {_ADVICE}"
+            )
+        mixed = _is_mixed((args, *kwargs.values())) or (is_write and isinstance(args[0], torch.Tensor))
+        if name in _READS or (mixed and name not in _PROPERTIES):
+            args, kwargs = _gathered(args), {key: _gathered(each) for key, each in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+_ADVICE = "Change it with tensor[...] = value or a method of the part, such as mul_; or use zero1 or ddp."
+
+
+def _write(function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Change a sharded tensor or a part of it: where PyTorch would change a copy, the whole."""
+    target, *others = args
+    base: Any = _copied(target)
+    is_item, is_refused = name == "__setitem__", torch.is_grad_enabled() and target.requires_grad
+    if is_refused or (base is None and not is_item and not _is_mixed(others)):
+        return function(*args, **kwargs)  # by PyTorch, of what autograd needs
+    whole = (target if base is None else base).detach().full_tensor()
+    part, seen = whole, None
+    if base is not None:
+        seen = target.detach().to_local()
+        if seen.untyped_storage().nbytes() != whole.untyped_storage().nbytes():
+            raise UsageError(f"sharding: the script changes a part of a sharded tensor by {name}. {_ADVICE}")
+        part = whole.as_strided(seen.size(), seen.stride(), seen.storage_offset())
+    result = function(part, *_gathered(others), **{key: _gathered(each) for key, each in kwargs.items()})
+    own = target if base is None else base
+    own.detach().to_local().copy_(_shard_like(own, whole).to_local())
+    if seen is not None:
+        seen.copy_(part)
+    return target if result is part else result
+
+
+def _copied(part: DTensor) -> DTensor | None:
+    """Return the tensor of which a view is a copy on every rank, as of a row of rows that are divided."""
+    base = part._base
+    if not isinstance(base, DTensor):
+        return None
+    both = zip(part.placements, base.placements, strict=True)
+    return base if any(one.is_replicate() and not other.is_replicate() for one, other in both) else None
+
+
+def _is_mixed(value: Any) -> bool:
+    """Return whether there is a plain tensor, of more than a number, among arguments."""
+    if isinstance(value, list | tuple):
+        return any(map(_is_mixed, value))
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() != 1
+
+
+def _gathered(value: Any) -> Any:
+    """Return arguments with whole tensors in place of shards."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_gathered, value))
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def take_shards_when_loading(model: nn.Module) -> None:

@@ -15,11 +15,14 @@ from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.planning.batch_size_changes import (
     batch_division_changes,
     process_bytes_independent_of_batch,
+    slice_changes,
     why_batches_are_indivisible,
     with_facts_on_samples,
 )
+from memfit.planning.bracket_checkpoint_choices import WORTH
 from memfit.planning.carry_out_in_slices import SlicedPlans, dimension_of_samples, is_made_by_loop
 from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
+from memfit.planning.mixed_integer_solver import INFINITY
 from memfit.planning.optimizer_state_changes import makes_updates_in_backward, optimizer_state_bytes_saved
 from memfit.planning.run_changes_on_ghost import PlanRuns
 from memfit.planning.sample_independence import (
@@ -27,9 +30,12 @@ from memfit.planning.sample_independence import (
     compare_steps_of_parts,
     why_loss_is_a_sum,
 )
-from memfit.planning.strategy_and_allocator_changes import AllowedChanges
+from memfit.planning.strategy_and_allocator_changes import AllowedChanges, block_checkpointing_policies
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan
 from memfit.units import format_gib
+
+_PAYS = 0.95
+"""Slices of half the size are tried where the last ones have left no more than this of what a run needs."""
 
 
 class BatchDivisionsToTry:
@@ -71,6 +77,8 @@ class BatchDivisionsToTry:
         self.why_no_more = ""
         """Why batches are not divided, or no further, as a clause."""
         self._sliced = SlicedPlans(runs, budget, bases.forward_again())
+        self._slices = slice_changes(plain.trace, step) if allowed.rounding else []
+        """Where nothing sets the size of batches, which only the model's call can divide then."""
         self._are_independent = False
         """Whether two batches, one half as large as the other, have shown that samples are."""
         self._alone: dict[int, PlanRun] = {}
@@ -102,10 +110,51 @@ class BatchDivisionsToTry:
         """
         chosen = self._sliced.fastest(found, ran())
         while self.left and not self._sliced.refused:
-            if not is_made_by_loop(chosen) and self._runs.fits(chosen):
+            if not is_made_by_loop(chosen.change) and self._runs.fits(chosen):
                 break
             bases += self.make(bases[0], bases[-1])
             chosen = self._sliced.fastest(found, ran())
+        return chosen
+
+    def divided_in_model(self, bases: Iterable[CheckpointingBase], optimizer: int | None) -> PlanRun | None:
+        """Return the fastest plan that fits, by slices if nothing sets the size of batches.
+
+        Every block is checkpointed as well.
+
+        Args:
+            bases: of the search.
+            optimizer: whose models a plan changes.
+        """
+        least, chosen = min(bases, key=lambda base: base.run.needs.bytes), self._runs.chosen
+        for more in (Change(), block_checkpointing_policies(optimizer)[0]):
+            chosen = self._in_slices(least, more, chosen)
+        return chosen
+
+    def _in_slices(self, whole: CheckpointingBase, more: Change, chosen: PlanRun | None) -> PlanRun | None:
+        """Return the fastest plan that fits: the one so far, or slices with another change."""
+        before = whole.run
+        for slices in self._slices:
+            count = slices.plan["batch_slices"]["count"]
+            least = 1.0 + self._bases.forward_again() * (count - 1) / count
+            if chosen is not None and chosen.time <= least + WORTH:
+                break
+            plan = whole.change | slices | more
+            relative = partial(self._bases.relative, plan, copies=whole.copies)
+            made = self._runs.make(plan, relative, operations=True)
+            if isinstance(made, ScriptEnd):
+                self.why_no_more = self._indivisible = why_run_failed(made)
+                self._runs.drop(plan, self.why_no_more)
+                self._slices = []
+                self._need_whole_batches()
+                break
+            run = made[1]
+            self.why_no_more = self._indivisible = ""
+            if self._runs.fits(run):
+                self._runs.models = made[0].models
+                return min(filter(None, (chosen, run)), key=lambda each: each.time)
+            if run.needs.bytes > _PAYS * before.needs.bytes:
+                break
+            before = run
         return chosen
 
     def made_by_loop(self, run: PlanRun) -> PlanRun:
@@ -117,7 +166,11 @@ class BatchDivisionsToTry:
         tried = tuple(map(self.made_by_loop, self.left_to_memfit(answer.tried)))
         smallest = None if answer.smallest is None else self.made_by_loop(answer.smallest)
         undivided = self.why_no_more or self.only_in_model
-        return replace(answer, undivided=undivided, tried=tried, smallest=smallest)
+        least = (
+            1.0 + self._bases.forward_again() / 2 if self._slices else INFINITY
+        )  # of slices that did not run
+        bound = min(answer.bound, least)
+        return replace(answer, undivided=undivided, tried=tried, smallest=smallest, bound=bound)
 
     def begin(self, root: CheckpointingBase) -> None:
         """Begin with a base with whole batches: find the divisions that may be enough for it.

@@ -16,6 +16,7 @@ from memfit.records import (
     PlanRun,
     ScriptOption,
     ScriptOptionPurpose,
+    StepOperations,
     Term,
     Trace,
 )
@@ -123,6 +124,24 @@ def batch_division_changes(
             )
         )
     return ways
+
+
+def slice_changes(trace: Trace, step: StepOperations | None) -> list[Change]:
+    """Return the ways to divide batches inside the model's call, where nothing sets their size: few first.
+
+    Args:
+        trace: of the script.
+        step: what it ran; the rows of the model's first input are its samples.
+    """
+    inputs = None if step is None or step.samples is None else step.samples.shapes
+    rows = inputs[0][0] if inputs and inputs[0] else 0
+    if find_batch_size_setting(trace) is not None:
+        return []
+    counts = [1 << times for times in range(1, rows.bit_length())]
+    return [
+        Change({"batch_slices": {"count": count}}, words=(f"{count} slices of each batch",))
+        for count in counts
+    ]
 
 
 def why_batches_are_indivisible(trace: Trace) -> str:

@@ -88,9 +88,9 @@ class SlicedPlans:
         return more if more is not None and self._runs.fits(more) else sliced
 
 
-def is_made_by_loop(plan: PlanRun) -> bool:
-    """Return whether a plan takes a change of the training loop."""
-    return plan.change.micro_batches is not None and plan.change.micro_batches.by_hand
+def is_made_by_loop(plan: Change) -> bool:
+    """Return whether a plan takes a change of the training loop, or slices instead."""
+    return plan.micro_batches is not None and plan.micro_batches.by_hand
 
 
 def change_to_slices(change: Change, kept: int = 1) -> Change:

@@ -14,8 +14,9 @@ from operator import attrgetter
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.trial_result import TrialResult, why_run_failed
-from memfit.planning.batch_size_changes import batch_division_changes
+from memfit.planning.batch_size_changes import batch_division_changes, slice_changes
 from memfit.planning.bracket_checkpoint_choices import CheckpointChoiceBracket
+from memfit.planning.carry_out_in_slices import is_made_by_loop
 from memfit.planning.choose_checkpointing import CheckpointChooser
 from memfit.planning.memory_floor import MemoryFloor, MemoryFloors, memory_floor_of_updates
 from memfit.planning.optimizer_state_changes import (
@@ -72,7 +73,9 @@ class CheckpointingBases:
         self._made: list[CheckpointingBase] = []
         self._refused: list[Change] = []
         offloads = any(own_sharding_changes(plain.sharding_calls, offloads=True))
-        parts = max((way.parts for way in batch_division_changes(plain.trace, draws=False)), default=1)
+        ways = batch_division_changes(plain.trace, draws=False)
+        counts = [each.plan["batch_slices"]["count"] for each in slice_changes(plain.trace, plain.operations)]
+        parts = max((*(way.parts for way in ways), *counts), default=1)
         self.floors = (
             None
             if script.is_to_be_sharded(plain) or offloads
@@ -97,7 +100,7 @@ class CheckpointingBases:
             raise AssertionError  # the caller looks
         if self._plain.operations is not None:
             operations = with_unsharded_module_names(self._plain.operations, operations)
-        chooser = CheckpointChooser(operations, self._script.seconds)
+        chooser = CheckpointChooser(operations, self._script.seconds, in_parts=not is_made_by_loop(plan))
         made = CheckpointingBase(
             plan,
             operations,
@@ -206,7 +209,7 @@ class CheckpointingBases:
         step = plan.parts * (
             forward_and_backward_seconds(result.operations, self._script.seconds) / self.step + copies
         )
-        if plan.micro_batches is not None and plan.micro_batches.by_hand:  # by slices
+        if is_made_by_loop(plan):
             step += (plan.parts - 1) / plan.parts * self.forward_again()
         return step + (self._copies_of_state() if offloads_state(plan) else 0.0)
 
@@ -219,7 +222,10 @@ class CheckpointingBases:
 
     def offloading(self, base: CheckpointingBase) -> CheckpointingBase:
         """Return a base in which the inputs of what is recomputed wait on the host."""
-        chooser = CheckpointChooser(base.operations, self._script.seconds, self._script.copy)
+        in_parts = not is_made_by_loop(base.change)
+        chooser = CheckpointChooser(
+            base.operations, self._script.seconds, self._script.copy, in_parts=in_parts
+        )
         bracket = CheckpointChoiceBracket(chooser, self._runs, base.run, self.step)
         return replace(base, bracket=bracket, offload=True)
 

@@ -110,16 +110,23 @@ class CheckpointChooser:
             there; None if they stay.
         dispatch: seconds for asking whether an operation's results are kept; 0 where that waits for nothing,
             because kernels take longer.
+        in_parts: whether a module may be recomputed in parts: batch slices do not permit it.
     """
 
     def __init__(
-        self, step: StepOperations, seconds: Seconds, copy: Copy | None = None, dispatch: float = 0.0
+        self,
+        step: StepOperations,
+        seconds: Seconds,
+        copy: Copy | None = None,
+        dispatch: float = 0.0,
+        *,
+        in_parts: bool = True,
     ) -> None:
         self._memory = StepMemoryModel.of(step)
         self._program = MixedIntegerProgram()
         self._budget = self._program.column(upper=INFINITY)
         """Column: MiB."""
-        self._ways = _ways(self._memory, seconds, copy, dispatch)
+        self._ways = _ways(self._memory, seconds, copy, dispatch, in_parts=in_parts)
         again = _recomputed(self._memory, self._ways)
         self._uniform = UniformCheckpointingSearch(self._memory, self._ways, again)
         self._tensors = tensor_recomputations(self._memory, seconds, dispatch) if copy is None else []
@@ -291,7 +298,9 @@ def _recomputed(memory: StepMemoryModel, ways: _Ways) -> _Again:
     return found
 
 
-def _ways(memory: StepMemoryModel, seconds: Seconds, copy: Copy | None, dispatch: float) -> _Ways:
+def _ways(
+    memory: StepMemoryModel, seconds: Seconds, copy: Copy | None, dispatch: float, *, in_parts: bool
+) -> _Ways:
     step = memory.step
     calls: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(step.calls):
@@ -319,6 +328,7 @@ def _ways(memory: StepMemoryModel, seconds: Seconds, copy: Copy | None, dispatch
                 ]
                 for option in best
             ]
+            splits = module_call_splits_to_try(memory, first, inside[numbers[0]]) if in_parts else []
             found[module] += [
                 [
                     module_checkpoint_option_in_parts(
@@ -326,7 +336,7 @@ def _ways(memory: StepMemoryModel, seconds: Seconds, copy: Copy | None, dispatch
                     )
                     for number in numbers
                 ]
-                for split_at in module_call_splits_to_try(memory, first, inside[numbers[0]])
+                for split_at in splits
             ]
     return found
 

@@ -211,6 +211,7 @@ class _OperationSearch(PlanSearch):
         bases: list[CheckpointingBase] = []
         for start in starts:
             bases += self._search_roots(self._bases.roots(start))
+            self._runs.chosen = self._divisions.divided_in_model([*bases, start], self._optimizer)
             if self._bases.optimizer_changes:
                 self._try_every_block(bases)
                 bases += self._search_roots(self._bases.roots_with_other_optimizers())
@@ -220,8 +221,7 @@ class _OperationSearch(PlanSearch):
             if not self._refusal:
                 bases += (rest := [self._bases.offloading(base) for base in rest])
             self._runs.chosen = self._try_the_rest(rest)
-        found = self._runs.chosen
-        if found is None or found.time > self._allowed.slowdown:
+        if (found := self._runs.chosen) is None or found.time > self._allowed.slowdown:
             tight = self._tight(bases)
             if tight is not None and (found is None or tight.time <= self._allowed.slowdown):
                 return self._left_to_memfit(tight, bases, 0.0)
@@ -234,10 +234,10 @@ class _OperationSearch(PlanSearch):
     def _left_to_memfit(self, found: PlanRun, bases: list[CheckpointingBase], bound: float) -> ScriptPlan:
         """Answer with the fastest plan that leaves the script's loop as it is; ``found`` if none fits."""
         chosen: PlanRun | None = found
-        if is_made_by_loop(found):
+        if is_made_by_loop(found.change):
             self._in_loop = None if self._divisions.only_in_model else self._divisions.made_by_loop(found)
             best = self._divisions.leave_loop(found, bases, lambda: [*self._ran, *self._runs.tried])
-            self._divisions.left, self._runs.chosen = [], None if is_made_by_loop(best) else best
+            self._divisions.left, self._runs.chosen = [], None if is_made_by_loop(best.change) else best
             chosen = self._search([base for base in bases if base.change.parts == 1])
             if chosen is None or chosen.time > self._allowed.slowdown:
                 chosen = self._in_loop or chosen

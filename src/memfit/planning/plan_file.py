@@ -14,6 +14,21 @@ from memfit.records import SCHEMA_VERSION, Change, Equality, OperationCounts, eq
 from memfit.records.own_sharding import unknown_call_options
 
 _OF_CHANGE = ("plan", "allocator", "micro_batches", "fused", "own_sharding", "optimizer")
+_OF_SEARCH = (
+    *("schema", "needs", "time", "rank", "bound", "time_rule", "budget", "device", "as_written", "smallest"),
+    *("tried", "reason", "floor", "out_of_time", "policies", "is_tight", "undivided", "log_probabilities"),
+    *(
+        "without_workspaces",
+        "max_slowdown",
+        "too_slow",
+        "dropped",
+        "distributed",
+        "sharding_calls",
+        "in_loop",
+    ),
+    "sent",
+)
+"""What ``memfit plan -o`` writes beside what training under the plan takes: how it was found."""
 _MAX_FILE = 16 << 20  # bytes; a plan of 1,000 modules has less than one MiB
 
 
@@ -87,6 +102,12 @@ def read_plan(path: Path) -> PlanFile:
             f"schema {SCHEMA_VERSION}. Install the memfit that wrote it, or make the plan again: "
             f"memfit plan -o {path} SCRIPT.py."
         )
+    said = tuple(each.name for each in fields(PlanFile) if each.name != "change")
+    if others := sorted(found.keys() - {*_OF_CHANGE, *said, *_OF_SEARCH}):
+        raise FileFormatError(
+            f"Cannot read a plan from {path}: {', '.join(map(repr, others)):.200} beside 'plan' is nothing "
+            "that memfit plan writes. Move settings into 'plan', or leave 'plan' out for a file of settings."
+        )
     allocator, optimizer = found.get("allocator", ""), found.get("optimizer")
     if not isinstance(allocator, str) or "\0" in allocator:
         raise FileFormatError(f"Cannot read a plan from {path}: 'allocator' is not a string.")
@@ -104,8 +125,7 @@ def read_plan(path: Path) -> PlanFile:
         )
     if found.get("equality") is None:
         found["equality"] = equality_of(change)
-    said = _values(found, [each.name for each in fields(PlanFile) if each.name != "change"], PlanFile, path)
-    return PlanFile(change, **said)
+    return PlanFile(change, **_values(found, said, PlanFile, path))
 
 
 def _values(found: Mapping[str, Any], names: Iterable[str], of: type, path: Path) -> dict[str, Any]:

@@ -6,7 +6,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memfit.patching.installed_hooks import InstalledHooks
@@ -61,6 +64,7 @@ class ModuleNames:
     def follow(self, hooks: InstalledHooks) -> None:
         """Learn each module that is registered, copied or unpickled from now on."""
         hooks.add(register_module_module_registration_hook(self.learn))
+        hooks.add(register_module_parameter_registration_hook(self._learn_layer))
         hooks.call_after(_MODULE, "__setstate__", self.learn_copy)
 
     def learn(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
@@ -69,6 +73,11 @@ class ModuleNames:
         if child is not None:
             living = (place for place in self._places.get(child, ()) if place[0]() is not None)
             self._places[child] = (*living, (weakref.ref(parent), name))
+
+    def _learn_layer(self, layer: torch.nn.Module, *_: Any) -> None:
+        """Record a module without children: it may be a whole model."""
+        if not layer._modules:
+            self._places.setdefault(layer, ())
 
     def adopt(self, root: torch.nn.Module) -> None:
         """Learn a whole tree whose registrations were not seen."""

@@ -15,9 +15,10 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from traceback import walk_tb
 from typing import Any, NoReturn
 
-from memfit.errors import TargetError
+from memfit.errors import TargetError, UsageError
 from memfit.injection.injection_files import InjectionReport
 from memfit.planning.plan_file import PlanFile
 from memfit.records import Change
@@ -25,6 +26,7 @@ from memfit.records.command_as_typed import command_as_typed
 from memfit.records.own_sharding import call_options_in_words
 from memfit.report.escape_control_characters import escaped
 from memfit.trials.trial_run import recomputed_saved_ops_in_words
+from memfit.user_lines import innermost_line_of_place, user_line_with_package_line
 
 CONF = "PYTORCH_ALLOC_CONF"
 FLAG = "--as-far-as-it-goes"
@@ -59,7 +61,7 @@ class PlanApplicationWatcher:
         self._as_far = as_far_as_it_goes
         self._said: dict[str, None] = {}
         self._last = InjectionReport()
-        self._has_stepped = False
+        self._has_stepped = self._has_stopped = False
 
     def begin(self, versions: Mapping[str, str]) -> None:
         """Say for what else the plan was made, what will be applied and what not.
@@ -147,10 +149,23 @@ class PlanApplicationWatcher:
             self._say_missing()
         self._has_stepped = True
 
+    def refused(self, error: UsageError) -> None:
+        """Say why the script has failed: the plan does not suit what it does.
+
+        Raises:
+            SystemExit: it had not trained.
+        """
+        if not self._has_stepped:
+            lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+            user, _, _ = user_line_with_package_line(reversed(lines)).partition(", in ")
+            line = innermost_line_of_place(user)
+            self._miss(f"NOT APPLIED{f' at {line}' if line else ''}: {error}")
+
     def end(self) -> bool:
         """Say what was not applied in the end, and return whether the script may end well."""
         self._has_stepped = True
-        self._say_missing()
+        if not self._has_stopped:
+            self._say_missing()
         missing = self._missing()
         return not missing or (self._as_far and _NO_MODEL not in missing)
 
@@ -195,6 +210,7 @@ class PlanApplicationWatcher:
             )
 
     def _stop(self, text: str) -> NoReturn:
+        self._has_stopped = True
         self._say(f"stopped {text}.")
         raise SystemExit(TargetError.exit_code)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.errors import TargetError
+from memfit.errors import TargetError, UsageError
 from memfit.ghost.build.torch_install import installed_torch_version
 from memfit.injection.inject_plan import inject_change
 from memfit.injection.injection_files import InjectionSettings
@@ -72,6 +72,8 @@ def main() -> None:
         if end.code:
             raise
     except BaseException as error:  # noqa: BLE001 - as Python does
+        if isinstance(error, UsageError):
+            outcome.refused(error)
         print_exception_as_python_does(error, __file__)
         sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
     finally:

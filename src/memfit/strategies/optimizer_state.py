@@ -62,8 +62,8 @@ class OptimizerState:
     Raises:
         UsageError: they contradict each other.
 
-    >>> OptimizerState(bits=8).backend
-    'torchao'
+    >>> OptimizerState(bits=8).backend, OptimizerState(bits=4).backend
+    ('bitsandbytes', 'torchao')
     """
 
     implementation: Implementation | None = None
@@ -71,7 +71,8 @@ class OptimizerState:
     bits: Literal[32, 8, 4] = 32
     """Bits per number of Adam's or AdamW's state."""
     backend: Backend | None = None
-    """The package with the low-bit optimizer; torchao by default."""
+    """The package with the low-bit optimizer; by default bitsandbytes for 8 bits, and torchao, whose step is
+    compiled for half a minute, for 4."""
     step_in_backward: bool = False
     """Update each parameter as soon as its gradient is complete, and free the gradient."""
     offload: bool = False
@@ -94,7 +95,7 @@ class OptimizerState:
                 f"of PyTorch's own optimizer, but bits={self.bits} replaces that optimizer. Set only "
                 "one of the two."
             )
-        backend = self.backend or "torchao"
+        backend = self.backend or ("bitsandbytes" if self.bits == 8 else "torchao")  # noqa: PLR2004
         if self.bits not in BACKENDS[backend]:
             raise UsageError(
                 f"optimizer_state: {backend} has no {self.bits}-bit optimizer. Use backend='torchao'."

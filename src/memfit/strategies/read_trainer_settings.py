@@ -41,14 +41,14 @@ _OWN = "the script's own: create the optimizer yourself"
 _WRAPPERS = ("OptimWrapper", "AmpOptimWrapper")
 _MIXED_PRECISIONS = ("no", "bf16", "fp16")
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
-_OPTIMIZERS: Mapping[str, tuple[str, Any]] = {
-    "adamw_torch": ("", None),
-    "sgd": ("", None),
-    "adamw_torch_fused": ("optimizer_state.implementation", "fused"),
-    "adamw_bnb_8bit": ("optimizer_state.bits", 8),
-    "adamw_8bit": ("optimizer_state.bits", 8),
-    "adamw_torch_8bit": ("optimizer_state.bits", 8),
-    "adamw_torch_4bit": ("optimizer_state.bits", 4),
+_OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "adamw_torch": {},
+    "sgd": {},
+    "adamw_torch_fused": {"implementation": "fused"},
+    "adamw_bnb_8bit": {"bits": 8},
+    "adamw_8bit": {"bits": 8},
+    "adamw_torch_8bit": {"bits": 8, "backend": "torchao"},
+    "adamw_torch_4bit": {"bits": 4},
 }
 """HuggingFace's optimizers (transformers/training_args.py, 5.23) that are PyTorch's, or hold less state."""
 
@@ -137,8 +137,10 @@ def _read_optim(name: str, given: Any) -> Iterator[TranslatedSetting]:
             f"{name}={given!r} is not an optimizer that memfit reads. Leave it out, and create the optimizer "
             f"yourself. memfit reads {known}."
         )
-    target, value = _OPTIMIZERS[given]
-    yield TranslatedSetting(f"{name}={given!r}", target or None, value, "" if target else _OWN)
+    for target, value in _OPTIMIZERS[given].items():
+        yield TranslatedSetting(f"{name}={given!r}", f"optimizer_state.{target}", value)
+    if not _OPTIMIZERS[given]:
+        yield TranslatedSetting(f"{name}={given!r}", None, note=_OWN)
 
 
 def _read_gradients_mean(name: str, given: Any) -> Iterator[TranslatedSetting]:

@@ -75,6 +75,11 @@ def _literals(module: ast.Module, path: Path, known: Collection[str]) -> dict[st
             names = [each.id for each in node.targets if isinstance(each, ast.Name)]
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names = [node.target.id]
+        if (name := _bound_otherwise(node, {*known, *assigned})) is not None:
+            raise FileFormatError(
+                f"Cannot read settings from {path}: line {node.lineno} may change {name}, and memfit reads "
+                "assignments of literals alone, without running the file. Assign the value that counts."
+            )
         inherits = isinstance(node, ast.With) and "read_base" in ast.unparse(node.items[0])
         if inherits or "_base_" in names:
             raise FileFormatError(
@@ -91,6 +96,29 @@ def _literals(module: ast.Module, path: Path, known: Collection[str]) -> dict[st
             "optim_wrapper or checkpointing."
         )
     return found
+
+
+def _bound_otherwise(node: ast.stmt, names: Collection[str]) -> str | None:
+    """Return which of some names a statement may change, other than by assigning to it; None if none.
+
+    >>> _bound_otherwise(ast.parse("if debug: fp16 = None").body[0], {"fp16"})
+    'fp16'
+    """
+    parts: list[ast.AST] = []
+    found: list[str] = []
+    match node:
+        case ast.Assign(targets):
+            parts = [each for each in targets if not isinstance(each, ast.Name)]
+        case ast.AnnAssign(target):
+            parts = [target] if not isinstance(target, ast.Name) else []
+        case ast.Import(aliases) | ast.ImportFrom(names=aliases):
+            found = [each.asname or each.name for each in aliases]
+        case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+            found = [name]
+        case _:
+            parts = [node]
+    found += [each.id for part in parts for each in ast.walk(part) if isinstance(each, ast.Name)]
+    return next((each for each in found if each in names), None)
 
 
 _Sized = tuple[Any, int]

@@ -171,6 +171,11 @@ class Sharding:
                     f"sharding: {name} is a {class_name(module)}, which has no forward; did you mean "
                     f"'{name}.*'?"
                 )
+        if scalars := [name for name, each in model.named_parameters() if not each.dim()]:
+            raise UsageError(
+                f"sharding: fsdp2 shards no parameter that is a single number, such as {scalars[0]}. Give it "
+                "the shape (1,), or use zero1 or ddp."
+            )
         offloaded = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         precision = MixedPrecisionPolicy(
             param_dtype=_torch_dtype(self.param_dtype),

@@ -235,7 +235,7 @@ def _check_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool
         ),
         (
             sharding.mode == "fsdp2" and state is not None and state.backend is not None,
-            "OptimizerState(bits=...): torchao's optimizers fail on shards of different sizes",
+            "OptimizerState(bits=...): low-bit optimizers fail on shards of different sizes",
         ),
         (arena, "an arena, which has not been tested with the buffers of collective operations"),
         (sharding.static_graph, "static_graph: the engine reduces gradients after the last backward"),

@@ -91,7 +91,9 @@ def verify_plan(
                 operations,
                 planned.report.again,
                 is_same=command == plan.command and not on_cpu,
-                is_checkpointing=change.plan.keys() == {"checkpointing"} and change.micro_batches is None,
+                is_checkpointing=change.plan.keys() == {"checkpointing"}
+                and change.micro_batches is None
+                and not change.own_sharding,  # gradients that are views of DDP's buckets are not copied
             )
             verdict = VerificationVerdict.OTHER_OPERATIONS if reason else verdict
         peaks = (plain.update.peak, planned.update.peak)

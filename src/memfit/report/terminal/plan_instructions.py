@@ -71,7 +71,7 @@ def optimizer_changes_in_words(settings: Mapping[str, Any]) -> Iterator[tuple[st
     >>> [words for words, _ in optimizer_changes_in_words({"bits": 8, "step_in_backward": True})]
     ['8-bit optimizer state', 'step in backward']
     """
-    values = {"backend": "torchao", **settings}
+    values = {"backend": "torchao" if settings.get("bits") == 4 else "bitsandbytes", **settings}  # noqa: PLR2004
     for name, (words, sentence) in _WORDS.items():
         if settings.get(name):
             yield words.format(**values), sentence.format(**values)

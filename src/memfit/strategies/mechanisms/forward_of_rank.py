@@ -81,8 +81,7 @@ class ForwardOfRank(SlicedForward):
         if samples < ranks:  # every rank computes all of it
             return forward(*args, **kwargs)
         self.around.expect_same("the batch", as_passed)
-        given = frozenset(name for name, each in as_passed.items() if each is not None)
-        passed = self.module.training, given
+        passed = self._kind_of(as_passed)
         if passed not in self._rules:
             with _evaluating_batch_norms(self.module):
                 self._learn(passed, as_passed, samples, len(args))

@@ -5,8 +5,9 @@ Nothing is kept for a backward, and random numbers are drawn again afterwards: t
 would be.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import MemfitError, UsageError
 from memfit.random_state import DrawnRandomNumbers
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
-from memfit.strategies.mechanisms.inspect_tensors import tensor_version, tensors_in_object
+from memfit.strategies.mechanisms.inspect_tensors import leaf_beside, tensor_version, tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import OutputLayouts, SamplesInOutput
 from memfit.strategies.mechanisms.loss_divisor import LossRule
 from memfit.strategies.mechanisms.slice_parameters import (
@@ -69,6 +70,19 @@ def learn_outputs(
     Raises:
         UsageError: the batches of this model cannot be divided.
     """
+    begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    rule = _learn(module, calls, inputs, passed, layouts)
+    _expect_nothing_kept(begin)
+    return rule
+
+
+def _learn(
+    module: nn.Module,
+    calls: Sequence[Callable[[], Any]],
+    inputs: Sequence[torch.Tensor],
+    passed: Sequence[Any],
+    layouts: OutputLayouts,
+) -> LossRule | None:
     aliases = leaf_aliases(module) if can_be_replaced(module) else {}
     generators = (torch.default_generator,)
     kind = next((each.device.type for each in module.parameters()), "cpu")
@@ -91,8 +105,12 @@ def learn_outputs(
             )
         if (place := place_of_loss(pair)) is not None:
             losses = [leaves[place] for leaves, _ in outputs]
-            if aliases:
-                _expect_known_leaves(losses[0], [*aliases.values(), *inputs])
+            if aliases and (leaf := leaf_beside(losses[0], [*aliases.values(), *inputs])) is not None:
+                raise UsageError(
+                    "batch_slices: the model returns its loss, which depends on a tensor that requires a "
+                    f"gradient ({tuple(leaf.shape)}) and is neither a parameter nor an argument of the "
+                    f"model. Register it as a parameter. {ADVICE}"
+                )
             rule = LossRule(losses[0], losses[1:], passed)
         layouts[spec] = tuple(
             layouts.place(one, two, 1, 2) if isinstance(one, torch.Tensor) and index != place else None
@@ -192,43 +210,58 @@ def _difference(joined: torch.Tensor, whole: torch.Tensor) -> float:
     return float(off / size) if off else 0.0
 
 
-def _state(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return what identifies the values of buffers, and of tensors that are plain attributes."""
-    held = [
-        (f"{prefix}.{name}".lstrip("."), value)
+_State = dict[str, tuple[torch.Tensor, int]]
+"""Tensors by name, each with its version. They are held: another may get the identity of one that is gone."""
+
+
+def _state(module: nn.Module) -> _State:
+    """Return buffers, and tensors that are plain attributes."""
+    return {
+        f"{prefix}.{name}".lstrip("."): (value, tensor_version(value))
         for prefix, part in module.named_modules()
         for name, value in (*part._buffers.items(), *vars(part).items())
         if isinstance(value, torch.Tensor)
-    ]
-    return {name: (id(value), tensor_version(value)) for name, value in held}
+    }
 
 
-def _expect_same_state(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
-    changed = [name for name, state in after.items() if before.get(name) != state]
-    if changed:
+def _expect_same_state(before: _State, after: _State) -> None:
+    for name, (value, version) in after.items():
+        was, version_before = before.get(name, (None, 0))
+        if was is not value or version_before != version:
+            raise UsageError(
+                f"batch_slices: the model's forward changes its tensor {name!r}, and would change it "
+                f"once in each slice. {ADVICE}"
+            )
+
+
+def _expect_nothing_kept(begin: int) -> None:
+    """Refuse a model whose forward leaves a tensor behind, beside its outputs: a loss could use a slice's.
+
+    Args:
+        begin: autograd's count of operations before the forward. The outputs are gone.
+    """
+    end = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    if _with_graph(begin, end):
+        gc.collect()
+    if kept := _with_graph(begin, end):
+        last = max(kept, key=lambda each: each.grad_fn._sequence_nr())
+        name, shape = last.grad_fn.name(), " x ".join(map(str, last.shape)) or "one number"
         raise UsageError(
-            f"batch_slices: the model's forward changes its tensor {changed[0]!r}, and would change it "
-            f"once in each slice. {ADVICE}"
+            f"batch_slices: the model's forward, or a hook on a layer, keeps a result of {name} ({shape} for "
+            "one sample) beside what the model returns. A loss of it would be that of one slice. Return it "
+            f"from the model's forward, or detach it. {ADVICE}"
         )
 
 
-def _expect_known_leaves(loss: torch.Tensor, known: Iterable[torch.Tensor]) -> None:
-    """Refuse a loss that depends on other tensors than parameters and arguments: their gradient is lost."""
-    ids = set(map(id, known))
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf.numel() and id(leaf) not in ids:
-            raise UsageError(
-                "batch_slices: the model returns its loss, which depends on a tensor that requires a "
-                f"gradient ({tuple(leaf.shape)}) and is neither a parameter nor an argument of the model. "
-                f"Register it as a parameter. {ADVICE}"
-            )
-        waiting += [each for each, _ in node.next_functions]
+def _with_graph(begin: int, end: int) -> list[Any]:
+    """Return the tensors that operations of an interval have computed, and that can be differentiated."""
+    found = []
+    for each in gc.get_objects():
+        if type(each) is torch.Tensor:  # and no compiler's fake one
+            with suppress(RuntimeError):  # autograd refuses to say it of some views that were written to
+                if each.grad_fn is not None and begin <= each.grad_fn._sequence_nr() < end:
+                    found.append(each)
+    return found
 
 
 def place_of_loss(leaves: Sequence[Any]) -> int | None:

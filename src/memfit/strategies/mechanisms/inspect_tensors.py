@@ -1,6 +1,7 @@
 """Tensors inside objects, their versions, and copies that share no memory."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +39,28 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     for name in tensor.__tensor_flatten__()[0]:
         if isinstance(part := getattr(tensor, name), torch.Tensor):  # a DTensor's mesh is a part, too
             yield from inner_tensors(part)
+
+
+def leaf_beside(loss: torch.Tensor, known: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Return a tensor that a loss depends on and would give a gradient, beside the known ones; None if none.
+
+    Tensors without elements, which make PyTorch's functions differentiable, do not count.
+    """
+    ids, ends = set(), set()
+    for each in known:
+        ids.add(id(each))
+        ends.add(each.grad_fn)
+    waiting = [loss.grad_fn]
+    seen = ends | {loss.grad_fn}
+    while waiting:
+        node: Any = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and id(leaf) not in ids:
+            return leaf
+        ahead = {each for each, _ in getattr(node, "next_functions", ())} - seen - {None}
+        seen |= ahead
+        waiting += ahead
+    return None
 
 
 def independent_tensor_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class SlicedForward(WrappedForward):
         self._splitter = BatchSplitter(advice=ADVICE)
         self._layouts = OutputLayouts(alternate=around.dim > 0)
         self._rules: dict[Any, LossRule | None] = {}
-        """How the model's loss is divided, by which arguments are passed; None if it returns none."""
+        """How the model's loss is divided, by the kind of call; None if it returns none."""
         self._dims: dict[Any, Mapping[Any, int]] = {}
         """By the same: arguments whose samples lie along another dimension, such as a recurrent state."""
 
@@ -71,7 +71,7 @@ class SlicedForward(WrappedForward):
         if not sizes[1:]:
             return forward(*args, **kwargs)
         expect_independent_layers(self.module)
-        passed = self.module.training, frozenset(name for name, each in call.items() if each is not None)
+        passed = self._kind_of(as_passed)
         if passed not in self._rules:
             self._learn(passed, as_passed, samples, len(args))
         rule, dims = self._rules[passed], self._dims[passed]
@@ -97,6 +97,13 @@ class SlicedForward(WrappedForward):
                 sizes[number],
             )
         return outputs.whole()
+
+    def _kind_of(self, call: Mapping[Any, Any]) -> Any:
+        """Return what decides how a model behaves: its mode, which arguments it gets, hooks on its layers."""
+        layers = [part for part in self.module.modules() if part is not self.module]
+        hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in layers)
+        given = frozenset(name for name, each in call.items() if each is not None)
+        return self.module.training, given, hooks
 
     def _learn(self, passed: Any, call: dict[Any, Any], samples: int, positional: int) -> None:
         """Learn what the model returns, and along which dimensions samples of its arguments lie."""

@@ -25,7 +25,7 @@ from memfit.strategies.mechanisms.in_place_gradient_accumulation import (
     autocast_dtype,
     autocast_to,
 )
-from memfit.strategies.mechanisms.inspect_tensors import tensor_version
+from memfit.strategies.mechanisms.inspect_tensors import leaf_beside, tensor_version
 
 Loss = Callable[[Any, tuple[torch.Tensor, ...]], Any]
 """Takes the module's result and the targets of a slice; returns a sum, or a pair of a sum and its divisor."""
@@ -106,7 +106,12 @@ class SlicedLoss:
             if not loss.requires_grad:  # a constant, where nothing in the slice counts
                 continue
             if not differentiable:
-                _expect_known_leaves(loss, (part, *wanted))
+                if (leaf := leaf_beside(loss, (part, *wanted))) is not None:
+                    raise UsageError(
+                        f"ChunkedHead: head or loss use a tensor of shape {tuple(leaf.shape)} that requires "
+                        "a gradient and is not a parameter of the head: its gradient would be lost. Detach "
+                        "it, or pass as the head a module that contains it, too."
+                    )
                 differentiable = True
             # Nothing here holds the gradients of a slice while the next one runs.
             if buffer is None:
@@ -264,29 +269,6 @@ def _store(gradients: list[torch.Tensor | None], place: torch.Tensor, sums: SumG
     if own is not None:
         place.copy_(own)
     sums.add_all(of_parameters)
-
-
-def _expect_known_leaves(loss: torch.Tensor, known: tuple[torch.Tensor, ...]) -> None:
-    """Refuse a graph that leads to tensors whose gradients would be lost.
-
-    Raises:
-        UsageError: it does.
-    """
-    nodes: list[Any] = [loss.grad_fn]
-    seen = {loss.grad_fn, *(each.grad_fn for each in known)}
-    leaves = set(map(id, known))
-    while nodes:
-        for following, _ in nodes.pop().next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-                leaf = getattr(following, "variable", None)
-                if leaf is not None and id(leaf) not in leaves:
-                    raise UsageError(
-                        f"ChunkedHead: head or loss use a tensor of shape {tuple(leaf.shape)} that requires "
-                        "a gradient and is not a parameter of the head: its gradient would be lost. Detach "
-                        "it, or pass as the head a module that contains it, too."
-                    )
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

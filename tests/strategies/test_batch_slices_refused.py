@@ -1,0 +1,188 @@
+"""What batch slices refuse: models that combine samples, and what a loss of one slice's tensors would be."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._pytree import tree_leaves
+
+from memfit import BatchSlices
+from memfit.errors import UsageError
+from support.slice_cases import WIDTH, Case, Of, entropy, expect_equal, images, same, trained, with_labels
+
+
+def keeping(model):
+    model.kept = [None]
+
+
+REFUSED = {
+    "batch norm": (
+        Case(lambda s, x: s.conv(x), images, layers=lambda: {"conv": nn.BatchNorm2d(3)}),
+        "conv is a BatchNorm2d in training mode",
+    ),
+    "similarities": (
+        Case(lambda s, x: s.logits(x).flatten(1) @ s.logits(x).flatten(1).T),
+        "no row for each of them",
+    ),
+    "a mean over the batch": (Case(lambda s, x: s.logits(x).mean(0)), "no row for each of them"),
+    "less its mean": (Case(lambda s, x: s.logits(x) - s.logits(x).mean(0)), "combines samples"),
+    "sequences first": (
+        Case(lambda s, x: s.rnn(x)[0], layers=lambda: {"rnn": nn.LSTM(WIDTH, WIDTH)}),
+        "pass dim=",
+    ),
+    "contrastive loss": (
+        Case(
+            lambda s, x: F.cross_entropy(
+                s.logits(x).flatten(1) @ x.flatten(1)[:, :20].T, torch.arange(len(x))
+            ),
+            loss=same,
+        ),
+        "it reduces 4 elements for two samples, and 1 and 1 for each alone",
+    ),
+    "loss of means": (
+        Case(lambda s, x: s.logits(x).mean(0).square().sum(), loss=same),
+        "it reduces 20 elements for two samples, and 20 and 20 for each alone",
+    ),
+    "a variance": (Case(lambda s, x: s.logits(x).var(), loss=same), "its graph ends in VarBackward0"),
+    "a sum and a mean": (
+        Case(lambda s, x: s.logits(x).mean() + s.up(x).square().sum(), loss=same),
+        "adds a mean over samples to a sum",
+    ),
+    "means over other tokens": (
+        Case(lambda s, x, y: entropy()(s, x, y) + s.logits(x).square().mean(), with_labels, same),
+        "weigh the slices of a batch differently",
+    ),
+    "two losses": (
+        Case(lambda s, x: (s.logits(x).mean(), s.up(x).mean()), loss=sum),
+        "returns 2 single numbers",
+    ),
+    "logits differentiated beside the loss": (
+        Case(
+            lambda s, x, y: (entropy()(s, x, y), s.logits(x)), with_labels, lambda out: out[0] + out[1].mean()
+        ),
+        "differentiates an output",
+    ),
+    "a tensor of its own": (
+        Case(
+            lambda s, x: (s.logits(x) * s.own[0]).mean(),
+            loss=same,
+            prepare=lambda model: setattr(model, "own", [torch.ones(1, requires_grad=True)]),
+        ),
+        "neither a parameter nor an argument",
+    ),
+    "a counter": (
+        Case(
+            lambda s, x: s.logits(x * s.position.new_ones(1)) + s.seen.add_(1),
+            prepare=lambda model: model.register_buffer("seen", torch.zeros(1)),
+        ),
+        "changes its tensor 'seen'",
+    ),
+    "a statistic, in the place of the one before": (
+        Case(lambda s, x: setattr(s, "seen", None) or setattr(s, "seen", x.mean()) or s.logits(x)),
+        "changes its tensor 'seen'",
+    ),
+    "a list of features": (
+        Case(lambda s, x: s.logits(s.kept.__setitem__(0, x * s.position) or s.kept[0]), prepare=keeping),
+        "keeps a result of MulBackward0 (1 x 4 x 6 for one sample)",
+    ),
+    "a list of features beside the loss": (
+        Case(
+            lambda s, x: s.logits(s.kept.__setitem__(0, x * s.position) or s.kept[0]).square().mean(),
+            loss=same,
+            prepare=keeping,
+        ),
+        "keeps a result of MulBackward0",
+    ),
+    "a hook on a layer": (
+        Case(
+            Of.logits,
+            prepare=lambda model: model.norm.register_forward_hook(
+                lambda _, __, out, kept=[]: kept.append(out)
+            ),
+        ),
+        "a hook on a layer, keeps a result of NativeLayerNormBackward0 (1 x 4 x 9 for one sample)",
+    ),
+    "spectral norm": (
+        Case(Of.logits, prepare=lambda model: nn.utils.parametrizations.spectral_norm(model.up)),
+        "changes its tensor",
+    ),
+    "a fixed batch": (Case(lambda s, x: s.logits(x).view(7, 20)), "fails for one or two samples"),
+    "an object": (
+        Case(lambda s, x: SimpleNamespace(logits=s.logits(x)), loss=lambda out: out.logits.mean()),
+        "returns an object of type SimpleNamespace",
+    ),
+    "no tensor": (Case(lambda s, n: s.logits(torch.randn(n, 4, WIDTH)), lambda n: (n,)), "no tensor"),
+    "a packed sequence": (
+        Case(
+            lambda s, x: s.rnn(x)[1],
+            lambda n: (nn.utils.rnn.pack_sequence([torch.randn(3, WIDTH).double()] * n),),
+            layers=lambda: {"rnn": nn.GRU(WIDTH, WIDTH)},
+        ),
+        "is passed a PackedSequence",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_slices_would_change_is_refused_before_a_gradient(name):
+    case, message = REFUSED[name]
+    with pytest.raises(UsageError, match=r"^batch_slices: ") as refused:
+        trained(case, BatchSlices(3), torch.float64)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "loss", [Of.logits, lambda s, x: s.logits(x).square().mean()], ids=["outputs", "loss"]
+)
+def test_a_second_derivative_is_refused(loss):
+    model = Of(loss)
+    BatchSlices(2).apply(model)
+    total = model(torch.randn(4, 4, WIDTH)).mean()
+    with pytest.raises(UsageError, match="create_graph"):
+        torch.autograd.grad(total, list(model.parameters()), create_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_of_a_later_step_is_refused_too_and_one_that_detaches_is_not(register):
+    kept = []
+    model = Of(Of.logits)
+    BatchSlices(2).apply(model)
+    x = torch.randn(4, 4, WIDTH)
+    model(x).sum().backward()
+    detaching = getattr(model.head, register)(lambda _, *of: kept.append(tree_leaves(of)[0].detach()))
+    model(x).sum().backward()
+    assert kept
+    detaching.remove()
+    getattr(model.head, register)(lambda _, *of: kept.append(tree_leaves(of)[-1]))
+    getattr(model.norm, register)(lambda *_: None)
+    with pytest.raises(UsageError, match="or a hook on a layer, keeps a result of"):
+        model(x)
+
+
+def test_a_view_elsewhere_whose_history_is_lost_does_not_end_the_training():
+    base = torch.zeros(2, 2)
+    with torch.no_grad():
+        view = base[0]
+    base.mul_(torch.ones(1, requires_grad=True))
+    with pytest.raises(RuntimeError, match="created in no_grad mode"):
+        _ = view.grad_fn
+    model = Of(Of.logits)
+    BatchSlices(2).apply(model)
+    model(torch.randn(4, 4, WIDTH)).sum().backward()
+
+
+def test_what_a_function_keeps_for_its_backward_is_not_refused():
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.x = x
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * ctx.x * gradient
+
+    case = Case(lambda s, x: s.logits(Kept.apply(x * s.position)))
+    expect_equal(trained(case, BatchSlices(3), torch.float64), trained(case, None, torch.float64), 1e-12)
