@@ -70,11 +70,12 @@ def train(python, tmp_path):
 def train_on(tmp_path):
     """Return a function that trains a script as several ranks; the CPU or ghosts stand in for their GPUs."""
 
-    def run(ranks, script, plan, *arguments, on="cpu"):
+    def run(ranks, script, plan, *arguments, on="cpu", timeout=240):
         (tmp_path / "script.py").write_text(textwrap.dedent(script))
         command = ["-m", "memfit", "train", "--plan", plan, "script.py", *arguments]
         variables = variables_of(on, os.devnull)
-        return [Trained(*each, "") for each in start_ranks(ranks, command, tmp_path, **variables)]
+        ended = start_ranks(ranks, command, tmp_path, timeout, **variables)
+        return [Trained(*each, "") for each in ended]
 
     return run
 

@@ -16,7 +16,7 @@ import torch
 from script_training.conftest import GPU
 from support.new_processes import run_python
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = {
@@ -27,6 +27,7 @@ SCRIPTS = {
     "mlp.py": "--epochs 1 --batch-size 300 --hidden 64",
     "whole_run.py": "--epochs 1 --samples 150 --eval-samples 40",
 }
+SECONDS = 900  # four GPTs in float64 take minutes, and 20 GB
 SCRIPT = """
     import runpy, sys, torch
     from torch import nn
@@ -105,7 +106,7 @@ def test_losses_and_weights_are_those_of_one_process(
     train_on, plan_file, tmp_path, alone, script, mode, ranks
 ):
     plan = plan_file({"sharding": {"mode": mode}})
-    trained = train_on(ranks, SCRIPT, plan, EXAMPLES / script, *SCRIPTS[script].split())
+    trained = train_on(ranks, SCRIPT, plan, EXAMPLES / script, *SCRIPTS[script].split(), timeout=SECONDS)
     assert [each.code for each in trained] == [0] * ranks, trained[0].err[-3000:]
     found, wanted = torch.load(tmp_path / "trained.pt"), alone(script)
     assert len(found["losses"]) == len(wanted["losses"])
@@ -130,7 +131,7 @@ def test_the_peak_of_each_rank_is_that_of_the_dry_run(
     assert predicted.code == 0, predicted.err[-3000:]
     rows = json.loads((tmp_path / "run.json").read_text())["ranks"]
     peaks = {rank: row["peak"] for row in rows for rank in (row["rank"], *row["also"])}
-    trained = train_on(ranks, PEAKS, plan, *command, on="ghost")
+    trained = train_on(ranks, PEAKS, plan, *command, on="ghost", timeout=SECONDS)
     assert [each.code for each in trained] == [0] * ranks, trained[0].err[-3000:]
     for rank, each in enumerate(trained):
         (found,) = re.findall(r"^peak (\d+) (\d+)$", each.err, re.MULTILINE)

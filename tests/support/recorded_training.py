@@ -1,13 +1,14 @@
 """Train a script on the CPU and keep what it computed: ``FILE DTYPE SCRIPT.py ARGS...`` as arguments.
 
 ``FILE`` receives the losses of three backward passes, or of as many as the first update takes, and the
-gradients of that update, of large ones every n-th value. Nothing drops, clips or scales. In float64,
+gradients of that update, of large ones every n-th value. Nothing drops, clips, scales or casts. In float64,
 everything that the script makes in float32 is float64.
 """
 
 import runpy
 import sys
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def main() -> None:
     switch_gradient_changes_off(hooks)
     switch_dropout_off(hooks)
     install_cpu_stand_in(hooks)
+    torch.autocast = partial(torch.autocast, enabled=False)  # bf16 rounds to 3 digits
     losses: list[float] = []
     gradients: list[torch.Tensor] = []
 

@@ -166,9 +166,8 @@ class BatchDivisionsToTry:
         tried = tuple(map(self.made_by_loop, self.left_to_memfit(answer.tried)))
         smallest = None if answer.smallest is None else self.made_by_loop(answer.smallest)
         undivided = self.why_no_more or self.only_in_model
-        least = (
-            1.0 + self._bases.forward_again() / 2 if self._slices else INFINITY
-        )  # of slices that did not run
+        # Slices of other sizes have not run.
+        least = 1.0 + self._bases.forward_again() / 2 if self._slices else INFINITY
         bound = min(answer.bound, least)
         return replace(answer, undivided=undivided, tried=tried, smallest=smallest, bound=bound)
 
