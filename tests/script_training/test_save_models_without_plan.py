@@ -26,7 +26,7 @@ SCRIPT = """
     with torch.serialization.safe_globals([Net, nn.Linear]):
         (loaded,) = torch.load("saved.pt")["models"]
     assert all("forward" not in vars(part) for part in loaded.modules())
-    assert torch.equal(loaded(torch.ones(8, 8)), model(torch.ones(8, 8)))
+    assert torch.allclose(loaded(torch.ones(8, 8)), model(torch.ones(8, 8)))  # a CPU rounds slices otherwise
     print("planned", [name for name, part in model.named_modules() if "forward" in vars(part)])
 """
 

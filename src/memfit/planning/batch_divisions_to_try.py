@@ -139,6 +139,8 @@ class BatchDivisionsToTry:
             if chosen is not None and chosen.time <= least + WORTH:
                 break
             plan = whole.change | slices | more
+            if not self._bases.can_fit(plan):
+                break
             relative = partial(self._bases.relative, plan, copies=whole.copies)
             made = self._runs.make(plan, relative, operations=True)
             if isinstance(made, ScriptEnd):

@@ -101,7 +101,11 @@ class SlicedForward(WrappedForward):
     def _kind_of(self, call: Mapping[Any, Any]) -> Any:
         """Return what decides how a model behaves: its mode, which arguments it gets, hooks on its layers."""
         layers = [part for part in self.module.modules() if part is not self.module]
-        hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in layers)
+        hooks = sum(
+            not _is_memfits(hook)  # which come and go while memfit records a step
+            for part in layers
+            for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        )
         given = frozenset(name for name, each in call.items() if each is not None)
         return self.module.training, given, hooks
 
@@ -215,3 +219,7 @@ def _under(aliases: Aliases, module: nn.Module, forward: Forward) -> Forward:
             return forward(*args, **kwargs)
 
     return run
+
+
+def _is_memfits(hook: Any) -> bool:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("memfit.")
