@@ -215,6 +215,21 @@ JOIN = 'torch.distributed.init_process_group("gloo")'
             f"import nn; {JOIN}",
             "the script joins a process group itself, and Sequential is in no",
         ),
+        (
+            "model(x).sum().backward()",
+            "a, b = model(x).sum(), model(-x).sum(); a.backward(); b.backward()",
+            "sharding: a second backward follows a forward of the model",
+        ),
+        (
+            "model(x).sum().backward()",
+            "torch.autograd.grad(model(x).sum(), list(model.parameters()))",
+            "sharding: torch.autograd.grad of a parameter is that of a rank's share",
+        ),
+        (
+            "model(x).sum().backward()",
+            "model[0].weight.register_hook(lambda g: g / g.norm()); model(x).sum().backward()",
+            "sharding: the script has registered a hook on a parameter",
+        ),
         ("model(x)", "model(x - x.mean())[0]", ""),
         (
             "optimizer =",
@@ -223,7 +238,10 @@ JOIN = 'torch.distributed.init_process_group("gloo")'
         ),
         ("nn.Linear(4, 4))", "nn.Softmax(0))", "sharding: the model combines samples with each other"),
     ],
-    ids=["batch", "gradient", "submodules", "own group", "no refusal", "an unused model", "samples meet"],
+    ids=[
+        *("batch", "gradient", "submodules", "own group", "two backwards", "autograd.grad"),
+        *("hook on a parameter", "no refusal", "an unused model", "samples meet"),
+    ],
 )
 @pytest.mark.slow
 def test_ranks_that_would_not_train_as_one_process_stop_before_the_first_step(

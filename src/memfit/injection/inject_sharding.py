@@ -12,9 +12,9 @@ has the script's whole batches, and computes its share of each (``forward_of_ran
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -34,6 +34,7 @@ from memfit.patching.patches import Patch
 from memfit.strategies.apply import apply
 from memfit.strategies.mechanisms.forward_of_rank import (
     ForwardOfRank,
+    Reduction,
     ShareOfRank,
     batch_norms_in_training,
 )
@@ -45,6 +46,7 @@ from memfit.units import format_bytes
 
 _DDP = Patch("torch.nn.parallel.distributed:DistributedDataParallel", "__init__", why="shard in its place")
 _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__new__", why="shard optimizer state over ranks")
+_AUTOGRAD = Patch("torch.autograd", "grad", why="refuse gradients that ranks have not reduced")
 
 _NEGLIGIBLE = 0.01
 """Share of the parameters' bytes that a script may keep as they were before."""
@@ -87,7 +89,7 @@ class ShardingInjector:
         self._uncalled: set[str] = set()
         self._shards: Any = WeakTensorKeyDictionary()  # a parameter before -> after
         self._bytes_before = 0  # of the former
-        self._creating = self._checked = False
+        self._creating = self._checked = self._hooked = False
         self._created: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._shares: list[int] = []
 
@@ -95,6 +97,8 @@ class ShardingInjector:
         """Hook what the script may shard itself and, with zero1, the creation of optimizers."""
         hooks.wrap(_DDP, "__init__", self._wrapped)
         install_state_of_ranks(hooks)
+        hooks.wrap(_AUTOGRAD, "grad", self._grad)
+        hooks.on_removal(register_optimizer_step_pre_hook(self._check_hooks).remove)
         if self._sharding.mode == "zero1":
             hooks.replace(_OPTIMIZER, "__new__", lambda _: staticmethod(self._new_optimizer))
         if self._sharding.mode == "fsdp2":
@@ -141,6 +145,7 @@ class ShardingInjector:
             dist.init_process_group()
             self._joined = True
         before = dict(model.named_parameters(remove_duplicate=False))
+        self._hooked |= any(each._backward_hooks for each in before.values())
         sizes = {name: _bytes_of(parameter) for name, parameter in before.items()}
         if own is not None:
             apply(model, replace(self._plan, sharding=None))
@@ -150,7 +155,8 @@ class ShardingInjector:
                 self._norms += batch_norms_in_training(model)
             sharded = apply(model, replace(self._plan, sharding=replace(self._sharding, split_batch=None)))
             if self._sharding.split_batch is not False:
-                wrap_forward(model, self._share, ForwardOfRank)
+                reduction = None if self._sharding.mode == "fsdp2" else Reduction()
+                wrap_forward(model, replace(self._share, reduction=reduction), ForwardOfRank)
             elif self._shared is not None:
                 self._shared.seed(own=True)
             take_shards_when_loading(model)
@@ -233,8 +239,7 @@ class ShardingInjector:
                 f"sharding: the script copies {name}, which fsdp2 has sharded. Copy it before the optimizer "
                 "is created, or use zero1 or ddp."
             )
-            self._refuse(why)
-            raise UsageError(why)
+            self._end(why)
 
         kinds: set[Any] = {type(each) for each in model.modules() if isinstance(each, FSDPModule)}
         for kind in kinds:  # fully_shard has made them
@@ -296,6 +301,37 @@ class ShardingInjector:
         ]
         self._shares = [sum(pair) for pair in zip(self._shares or [0] * len(shares), shares, strict=True)]
         self._on_change()
+
+    def _grad(
+        self, original: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Refuse gradients of parameters that no backward writes: they would be those of the rank's share."""
+        inputs = inputs if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        own = set(map(id, self._parameters()))
+        if any(id(each) in own for each in (inputs if isinstance(inputs, tuple) else (inputs,))):
+            self._end(
+                "sharding: torch.autograd.grad of a parameter is that of a rank's share of the batch. Call "
+                "backward, which reduces gradients, and read parameter.grad."
+            )
+        return original(outputs, inputs, *args, **kwargs)
+
+    def _check_hooks(self, *_: Any) -> None:
+        """Refuse hooks on parameters: they would see gradients before the ranks have reduced them."""
+        if self._hooked or any(each._backward_hooks for each in self._parameters()):
+            self._end(
+                "sharding: the script has registered a hook on a parameter, which would change the gradient "
+                "of a rank's share. Change parameter.grad between backward and the optimizer's step."
+            )
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters of the sharded models."""
+        for reference in self._models:
+            if (model := reference()) is not None:
+                yield from model.parameters()
+
+    def _end(self, why: str) -> NoReturn:
+        self._refuse(why)
+        raise UsageError(why)
 
     def _check_released(self, *_: Any) -> None:
         """Refuse a script that keeps parameters that its model had before it was sharded.

@@ -32,6 +32,17 @@ _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 """Its name up to PyTorch 2.13 is the latter."""
 
 
+@dataclass(slots=True)
+class Reduction:
+    """Whether ranks have reduced the gradients of the last forward: DistributedDataParallel does it once."""
+
+    is_done: bool = False
+
+    def finish(self) -> None:
+        """Note that a backward has ended."""
+        self.is_done = True
+
+
 @dataclass(frozen=True, slots=True)
 class ShareOfRank:
     """How the batches of a model are divided among the ranks of the default process group."""
@@ -43,6 +54,26 @@ class ShareOfRank:
     """Returns why ranks cannot train together, if what each must have alike differs; its name comes first."""
     dim: int = 0
     """The dimension of the model's inputs along which samples lie."""
+    reduction: Reduction | None = None
+    """Of the model, if one backward alone reduces what a forward leads to."""
+
+    def expect_first_backward(self) -> None:
+        """Check that no backward has ended since the model's last forward.
+
+        Raises:
+            UsageError: one has.
+        """
+        if self.reduction is None:
+            return
+        if self.reduction.is_done:
+            why = (
+                "sharding: a second backward follows a forward of the model, and DistributedDataParallel "
+                "reduces gradients in the first one alone. Add the losses and call backward once, run the "
+                "second forward after the first backward, or use fsdp2."
+            )
+            self.refuse(why)
+            raise UsageError(why)
+        torch.autograd.Variable._execution_engine.queue_callback(self.reduction.finish)
 
     def expect_same(self, name: str, value: Any) -> None:
         """Check that the ranks have something alike.
@@ -96,13 +127,15 @@ class ForwardOfRank(SlicedForward):
                 "samples. Return the same for every batch."
             )
         share = _Share(sizes, rank, self.around)
+        if self.around.reduction is not None:
+            self.around.reduction.is_done = False
         rule = self._rules[passed]
         for index, place in enumerate(self._layouts[spec]):
             leaf = leaves[index]
             if place is not None:
                 leaves[index] = share.gathered(leaf, place)
             elif rule is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaves[index] = _loss_of_ranks(leaf, rule)
+                leaves[index] = _loss_of_ranks(leaf, rule, self.around)
         return tree_unflatten(leaves, spec)
 
 
@@ -151,6 +184,7 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         _expect_no_second_derivative()
         share = ctx.share
+        share.around.expect_first_backward()
         share.around.expect_same("the gradient of the model's output", gradient)
         return share.rows(gradient)[share.rank] * len(share.sizes), None
 
@@ -174,7 +208,8 @@ class _LossOfRanks(torch.autograd.Function):
     """The loss of the whole batch, of what each rank's samples add to it."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, own: torch.Tensor, divisors: torch.Tensor, around: ShareOfRank) -> torch.Tensor:
+        ctx.around = around
         both = torch.cat((own[None], divisors))
         dist.all_reduce(both)
         total, sums = both[0], both[1:]
@@ -193,7 +228,8 @@ class _LossOfRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         _expect_no_second_derivative()
-        return gradient * ctx.factor, None
+        ctx.around.expect_first_backward()
+        return gradient * ctx.factor, None, None
 
 
 def _entering(each: torch.Tensor) -> torch.Tensor:
@@ -201,7 +237,7 @@ def _entering(each: torch.Tensor) -> torch.Tensor:
     return entered
 
 
-def _loss_of_ranks(loss: torch.Tensor, rule: LossRule) -> torch.Tensor:
+def _loss_of_ranks(loss: torch.Tensor, rule: LossRule, around: ShareOfRank) -> torch.Tensor:
     """Return the loss of the whole batch.
 
     Raises:
@@ -209,7 +245,7 @@ def _loss_of_ranks(loss: torch.Tensor, rule: LossRule) -> torch.Tensor:
     """
     own = SumOfSlices(rule).add(loss)
     given = [torch.as_tensor(each, dtype=own.dtype, device=own.device) for each in rule.divisors(loss)]
-    whole: torch.Tensor = _LossOfRanks.apply(own, torch.stack(given) if given else own.new_empty(0))
+    whole: torch.Tensor = _LossOfRanks.apply(own, torch.stack(given) if given else own.new_empty(0), around)
     return whole.to(loss.dtype)
 
 
