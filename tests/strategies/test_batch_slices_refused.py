@@ -108,6 +108,10 @@ REFUSED = {
         Case(Of.logits, prepare=lambda model: nn.utils.parametrizations.spectral_norm(model.up)),
         "changes its tensor",
     ),
+    "a number of samples": (
+        Case(lambda s, x: (s.logits(x), len(x)), loss=lambda out: out[0].sum() / out[1]),
+        "returns a number that depends on the samples: 2 for two, 1 for one",
+    ),
     "a fixed batch": (Case(lambda s, x: s.logits(x).view(7, 20)), "fails for one or two samples"),
     "an object": (
         Case(lambda s, x: SimpleNamespace(logits=s.logits(x)), loss=lambda out: out.logits.mean()),

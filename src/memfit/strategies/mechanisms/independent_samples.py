@@ -103,6 +103,17 @@ def _learn(
                 "batch_slices: the model returns differently built outputs for one and for two samples of a "
                 f"batch. {ADVICE}"
             )
+        numbers = [
+            (one, two)
+            for one, two in zip(single[0][0], pair, strict=True)
+            if isinstance(one, int | float) and one != two
+        ]
+        if numbers:
+            raise UsageError(
+                f"batch_slices: the model returns a number that depends on the samples: {numbers[0][1]} for "
+                f"two, {numbers[0][0]} for one. Each slice would return its own. Compute it outside of the "
+                f"model, or return a tensor with a row for each sample. {ADVICE}"
+            )
         if (place := place_of_loss(pair)) is not None:
             losses = [leaves[place] for leaves, _ in outputs]
             if aliases and (leaf := leaf_beside(losses[0], [*aliases.values(), *inputs])) is not None:
