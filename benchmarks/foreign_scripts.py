@@ -36,7 +36,7 @@ class ForeignScript:
     gpu: str = "A100-80GB"
     """The card that is assumed."""
     asserts_gpu: bool = False
-    """Whether it refuses to train on a CPU: then it is told that the CPU is a GPU."""
+    """Whether it refuses to train on a CPU: torch.cuda.is_available() then returns True to it."""
     environment: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[float, str] = field(default_factory=dict)
     """By share of the need: why no plan fits, in the words of an expert."""

@@ -2,7 +2,7 @@
 
 Python imports this module at its start if the folder is in PYTHONPATH. A line of the file that FOREIGN_READS
 names: the number, and the processor time of the process. The scripts print four digits; this has them all.
-With FOREIGN_GPU, a script that asserts a GPU is told that there is one, and the CPU computes what that would.
+With FOREIGN_GPU, torch.cuda.is_available() returns True to the script, and the CPU computes.
 """
 
 import os

@@ -50,7 +50,7 @@ class SignalsAsExceptions:
         self._before = {each: old for each, old in replaced.items() if signal.getsignal(each) == old}
         self._report = sys.unraisablehook
         self._received: int | None = None
-        sys.unraisablehook = self._send_again
+        sys.unraisablehook = self._on_unraisable
         for each in self._before:
             signal.signal(each, self._raise)
 
@@ -62,19 +62,26 @@ class SignalsAsExceptions:
         if self._received is not None and isinstance(error, Exception):
             raise _exception(self._received) from error
 
-    def _raise(self, number: int, _frame: "FrameType | None") -> None:
+    def _raise(self, number: int, frame: "FrameType | None") -> None:
         self._received = number
-        raise _exception(number)
+        while frame is not None and frame.f_code is not SignalsAsExceptions._on_unraisable.__code__:
+            frame = frame.f_back
+        if frame is None:
+            raise _exception(number)
+        self._send_again(number)  # Python ignores what its hook raises
 
-    def _send_again(self, ignored: "sys.UnraisableHookArgs") -> None:
+    def _on_unraisable(self, ignored: "sys.UnraisableHookArgs") -> None:
         if self._received is not None and isinstance(ignored.exc_value, KeyboardInterrupt | SystemExit):
-            import threading
-
-            # From another thread: raised here, it would be ignored as well.
-            main = threading.main_thread().ident
-            threading.Timer(0.001, signal.pthread_kill, (main, self._received)).start()
+            self._send_again(self._received)
         else:
             self._report(ignored)
+
+    def _send_again(self, number: int) -> None:
+        import threading
+
+        # From another thread, and later: raised here, it would be ignored as well.
+        main = threading.main_thread().ident
+        threading.Timer(0.001, signal.pthread_kill, (main, number)).start()
 
 
 def _exception(number: int) -> BaseException:

@@ -8,7 +8,12 @@ from torch import nn
 import memfit
 from memfit.errors import UsageError
 from memfit.injection import inject_plan
-from memfit.injection.injection_files import InjectionReport, InjectionSettings, injection_report_writer
+from memfit.injection.injection_files import (
+    InjectionReport,
+    InjectionReporter,
+    InjectionSettings,
+    injection_report_writer,
+)
 from memfit.injection.models_of_optimizers import ModelsOfOptimizers
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.records import Change
@@ -28,7 +33,7 @@ class Injection:
         self.hooks, self.file = InstalledHooks(), folder / "report.json"
         self.models, self.report_file = (
             ModelsOfOptimizers(),
-            inject_plan._Report(injection_report_writer(self.file)),
+            InjectionReporter(injection_report_writer(self.file)),
         )
         self.models.names.follow(self.hooks)
 

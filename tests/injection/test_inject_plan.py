@@ -19,6 +19,7 @@ from memfit.injection import inject_plan
 from memfit.injection.injection_files import (
     NEVER_CALLED,
     InjectionReport,
+    InjectionReporter,
     InjectionSettings,
     injection_report_writer,
 )
@@ -46,7 +47,7 @@ def inject(change, hooks):
     models = ModelsOfOptimizers()
     models.names.follow(hooks)
     inject_plan._PlanInjector(
-        change, inject_plan._Report(injection_report_writer(Path(change.report))), models
+        change, InjectionReporter(injection_report_writer(Path(change.report))), models
     ).install(hooks)
 
 

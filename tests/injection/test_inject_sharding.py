@@ -50,7 +50,6 @@ def test_zero1_shards_the_optimizer_of_a_script_with_ddp(injector, group):
     one = injector("zero1")
     one.shard(model)
     assert one.has(model)
-    assert one.uncalled == ()
 
 
 def test_a_script_with_ddp_gets_the_other_strategies_of_the_plan(injector, group):
@@ -83,21 +82,11 @@ def test_calls_of_a_model_go_through_its_wrapper_once_and_copies_do_not(injector
             return model(x)
 
     one._route(model, Wrapper())
-    one._await_call(model)
-    assert one.uncalled == ()
-    x = torch.ones(1, 2)
-    with torch.no_grad():
-        model[0](x)
-    assert one.uncalled == ()
-    copied = copy.deepcopy(model)
-    model[0](x)
-    assert one.uncalled == ("Sequential",)
+    x, copied = torch.ones(1, 2), copy.deepcopy(model)
     assert torch.equal(model(x), model.forward(x))
     assert len(calls) == 1
-    assert (one.uncalled, injector.changes) == ((), [1, 1])
     copied(x)
     copy.deepcopy(model)(x)
-    assert one.uncalled == ()
     assert len(calls) == 1
 
 

@@ -57,6 +57,16 @@ def test_a_sharding_takes_several_processes(train, plan_file):
     assert f"memfit: stopped before the script started. Write {again}.\n" in trained.err
 
 
+@pytest.mark.parametrize(("forward", "code"), [("model", 0), ("model[0]", 3)], ids=["model", "its layer"])
+def test_slices_take_a_call_of_the_model_itself(train, plan_file, forward, code):
+    assert "model(torch" in STEPS
+    script = STEPS.replace("model(torch", f"{forward}(torch")
+    trained = train(script, plan_file({"batch_slices": {"count": 2}}))
+    assert (trained.code, "stepped" in trained.out) == (code, code == 0), trained.err
+    refused = "NOT APPLIED to Sequential: the script does not call Sequential itself"
+    assert (refused in trained.err) == bool(code)
+
+
 def test_a_script_trains_as_far_as_it_goes_and_the_last_line_says_what_was_left_out(train, plan_file):
     plan = plan_file(SUITS, **IN_LOOP)
     trained = train(STEPS, plan, as_far=True)

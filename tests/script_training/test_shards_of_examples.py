@@ -17,7 +17,11 @@ import torch
 from script_training.conftest import GPU
 from support.new_processes import run_python
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [
+    *(pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1800)),
+    pytest.mark.parametrize("ranks", [2, 4]),
+    pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp2"]),
+]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = {
@@ -104,8 +108,6 @@ def alone(tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp2"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_losses_and_weights_are_those_of_one_process(
     train_on, plan_file, tmp_path, alone, script, mode, ranks
@@ -124,8 +126,6 @@ def test_losses_and_weights_are_those_of_one_process(
     assert furthest <= 1e-6
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp2"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_peak_of_each_rank_is_that_of_the_dry_run(
     python, train_on, plan_file, tmp_path, script, mode, ranks

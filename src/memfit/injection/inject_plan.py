@@ -20,7 +20,12 @@ import msgspec
 
 from memfit.errors import UsageError
 from memfit.injection.inject_own_sharding import OwnShardingInjector
-from memfit.injection.injection_files import InjectionReport, InjectionSettings, injection_report_writer
+from memfit.injection.injection_files import (
+    InjectionReport,
+    InjectionReporter,
+    InjectionSettings,
+    injection_report_writer,
+)
 from memfit.injection.models_of_optimizers import (
     ModelsOfOptimizers,
     optimizer_parameters_as_lists,
@@ -70,7 +75,7 @@ def inject_change(settings: InjectionSettings, on_report: Callable[[InjectionRep
         hide_output()
     if settings.change.eager:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # PyTorch's own switch
-    report = _Report(on_report)
+    report = InjectionReporter(on_report)
     own = settings.change.own_sharding
     sharding = OwnShardingInjector(own, lambda calls: report.update(sharding_calls=calls))
     sharding.install(InstalledHooks())  # before torch: what imports it may be among what is to be changed
@@ -93,7 +98,7 @@ def install_in_fork(path: str, called: Any) -> None:
         injected.become(settings, called)
 
 
-def _inject_now(settings: InjectionSettings, report: "_Report") -> None:
+def _inject_now(settings: InjectionSettings, report: InjectionReporter) -> None:
     import torch
 
     change = settings.change
@@ -136,7 +141,7 @@ def _inject_now(settings: InjectionSettings, report: "_Report") -> None:
     _injected.append(_Injected(report, bool(change.strategies), models, operations, recording))
 
 
-def _counter(settings: InjectionSettings, report: "_Report") -> "OperationCounter":
+def _counter(settings: InjectionSettings, report: InjectionReporter) -> "OperationCounter":
     from memfit.strategies.mechanisms.recomputation_counter import OperationCounter
 
     def counted(counts: OperationCounts, again: dict[str, int], missing: tuple[str, ...]) -> None:
@@ -145,33 +150,11 @@ def _counter(settings: InjectionSettings, report: "_Report") -> "OperationCounte
     return OperationCounter(counted, in_backward=settings.counts_backward)
 
 
-class _Report:
-    """What became of a change so far.
-
-    Args:
-        on_change: called with it, whenever it changes.
-    """
-
-    def __init__(self, on_change: Callable[[InjectionReport], None]) -> None:
-        self._on_change = on_change
-        self._report = InjectionReport()
-
-    def move(self, path: Path) -> None:
-        """Report to a file from now on."""
-        self._on_change = injection_report_writer(path)
-        self.update()
-
-    def update(self, **fields: Any) -> None:
-        """Replace fields of the report."""
-        self._report = msgspec.structs.replace(self._report, **fields)
-        self._on_change(self._report)
-
-
 @dataclass(frozen=True, slots=True)
 class _Injected:
     """A change that was injected into this process."""
 
-    report: _Report
+    report: InjectionReporter
     has_plan: bool
     models: ModelsOfOptimizers
     operations: "SecondStepRecorder | None"
@@ -206,8 +189,11 @@ _injected: list[_Injected] = []
 class _PlanInjector:
     """Applies a plan to each model whose parameters an optimizer takes, and completes the script's plans."""
 
-    def __init__(self, settings: InjectionSettings, report: _Report, models: ModelsOfOptimizers) -> None:
+    def __init__(
+        self, settings: InjectionSettings, report: InjectionReporter, models: ModelsOfOptimizers
+    ) -> None:
         from memfit.injection.scale_losses import LossScaling
+        from memfit.injection.uncalled_models import UncalledModels
         from memfit.strategies.read_configuration import configure
 
         change = settings.change
@@ -235,6 +221,7 @@ class _PlanInjector:
         self._planned: list[tuple[weakref.ref[Any], str]] = []
         self._refusals: list[tuple[str, str]] = []
         self._applying = False
+        self._uncalled = UncalledModels(self._report)
         self._sharder: ShardingInjector | None = None
         if self._plan.sharding is not None:
             if self._state is not None:
@@ -305,6 +292,8 @@ class _PlanInjector:
             return
         finally:
             self._applying = False
+        if self._plan.batch_slices is not None or self._sharder is not None:
+            self._uncalled.watch(model)
         self._has_plan(model, name)
 
     def _applied(self, original: Any, model: Any, plan: "Plan", *, in_engine: bool = False) -> Any:
@@ -373,7 +362,7 @@ class _PlanInjector:
         self._file.update(
             models=tuple(name for _, name in self._planned),
             refusals=tuple(self._refusals),
-            uncalled=sharder.uncalled if sharder is not None else (),
+            uncalled=self._uncalled.names,
             shares=sharder.shares if sharder is not None else (),
             notes=sharder.notes if sharder is not None else (),
         )

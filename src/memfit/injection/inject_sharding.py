@@ -62,7 +62,7 @@ class ShardingInjector:
         sharding: how.
         plan: the strategies to apply with it, the sharding included.
         refuse: called with the reason if the script and the sharding do not suit each other.
-        on_change: called when ``shares`` or ``uncalled`` change.
+        on_change: called when ``shares`` change.
         trains: whether all ranks run, and train.
     """
 
@@ -86,7 +86,6 @@ class ShardingInjector:
         self._norms: list[str] = []
         self._joined = False
         self._models: list[weakref.ref[nn.Module]] = []
-        self._uncalled: set[str] = set()
         self._shards: Any = WeakTensorKeyDictionary()  # a parameter before -> after
         self._bytes_before = 0  # of the former
         self._creating = self._checked = self._hooked = False
@@ -108,11 +107,6 @@ class ShardingInjector:
     def shares(self) -> tuple[int, ...]:
         """Bytes of parameters whose optimizer state each rank holds; empty if all hold as much."""
         return tuple(self._shares)
-
-    @property
-    def uncalled(self) -> tuple[str, ...]:
-        """The classes of sharded models of which the script has called parts alone."""
-        return tuple(sorted(self._uncalled))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -150,7 +144,6 @@ class ShardingInjector:
         if own is not None:
             apply(model, replace(self._plan, sharding=None))
         else:
-            self._await_call(model)
             if self._sharding.split_batch is not False:
                 self._norms += batch_norms_in_training(model)
             sharded = apply(model, replace(self._plan, sharding=replace(self._sharding, split_batch=None)))
@@ -231,7 +224,7 @@ class ShardingInjector:
         model.__dict__["_compiled_call_impl"] = call  # torch.compile's wrapper passes attributes on
 
     def _refuse_copies(self, model: nn.Module) -> None:
-        """Have copies of what fully_shard has changed be refused by name."""
+        """Refuse copies of what fully_shard has changed."""
 
         def refuse(copied: nn.Module, _: Any) -> None:
             name = class_name(copied).removeprefix("FSDP")
@@ -244,24 +237,6 @@ class ShardingInjector:
         kinds: set[Any] = {type(each) for each in model.modules() if isinstance(each, FSDPModule)}
         for kind in kinds:  # fully_shard has made them
             kind.__deepcopy__ = refuse
-
-    def _await_call(self, model: nn.Module) -> None:
-        """Have a model be uncalled from when the script calls a part of it until it calls the model."""
-        name, parts = class_name(model), [each for each in model.modules() if each is not model]
-
-        def called(*_: Any) -> None:
-            while hooks:
-                hooks.pop().remove()
-            self._uncalled.discard(name)
-            self._on_change()
-
-        def part_called(*_: Any) -> None:
-            if hooks and torch.is_grad_enabled() and name not in self._uncalled:  # a copy has them, too
-                self._uncalled.add(name)
-                self._on_change()
-
-        hooks = [each.register_forward_pre_hook(part_called) for each in parts]
-        hooks.append(model.register_forward_pre_hook(called, prepend=True))
 
     def _wrapped(
         self, original: Callable[..., None], wrapper: Any, module: nn.Module, *args: Any, **kw: Any

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -41,7 +42,7 @@ class InjectionReport(msgspec.Struct, frozen=True):
     refusals: tuple[tuple[str, str], ...] = ()
     """Why the plan was not applied to a model, and which, as in ``models``; empty if it is of no model."""
     uncalled: tuple[str, ...] = ()
-    """Sharded models of which the script has called parts alone, by class."""
+    """Classes of models whose layers the script has called, but never the model that divides batches."""
     shares: tuple[int, ...] = ()
     """As in ``TrialResult``."""
     notes: tuple[str, ...] = ()
@@ -75,3 +76,25 @@ def injection_report_writer(path: Path) -> Callable[[InjectionReport], None]:
         beside.replace(path)
 
     return write
+
+
+class InjectionReporter:
+    """What became of a change so far.
+
+    Args:
+        on_change: called with it, whenever it changes.
+    """
+
+    def __init__(self, on_change: Callable[[InjectionReport], None]) -> None:
+        self._on_change = on_change
+        self._report = InjectionReport()
+
+    def move(self, path: Path) -> None:
+        """Report to a file from now on."""
+        self._on_change = injection_report_writer(path)
+        self.update()
+
+    def update(self, **fields: Any) -> None:
+        """Replace fields of the report."""
+        self._report = msgspec.structs.replace(self._report, **fields)
+        self._on_change(self._report)

@@ -33,21 +33,10 @@ _ZERO = Patch(
 )
 _LOAD = Patch("torch.optim.optimizer:Optimizer", "load_state_dict", why="take a rank's shards of a state")
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
-_ARITHMETIC = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
+_WRITES = (
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
+    *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
 )
-_WRITES = ("__setitem__", *(f"__i{each}__" for each in _ARITHMETIC))
 _PROPERTIES = ("__get__", "__set__", "__delete__")
 _DTENSOR = Patch(
     "torch.distributed.tensor:DTensor",
@@ -67,7 +56,7 @@ def install_state_of_ranks(hooks: InstalledHooks) -> None:
 def _on_shards(
     _: type, function: Callable[..., Any], __: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Run a function on tensors of which some are shards: every rank runs the script, so all may gather."""
+    """Run a PyTorch function on shards. It may gather them, because every rank runs the script."""
     name, kwargs = getattr(function, "__name__", ""), kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
         is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
@@ -110,7 +99,7 @@ def _write(function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[s
 
 
 def _copied(part: DTensor) -> DTensor | None:
-    """Return the tensor of which a view is a copy on every rank, as of a row of rows that are divided."""
+    """Return the sharded tensor of which a view was taken, if every rank has a copy of it, as of a row."""
     base = part._base
     if not isinstance(base, DTensor):
         return None

@@ -10,24 +10,24 @@ import msgspec
 
 from memfit.errors import FileFormatError
 from memfit.input_files import read_input_file
-from memfit.records import SCHEMA_VERSION, Change, Equality, OperationCounts, equality_of
+from memfit.records import (
+    SCHEMA_VERSION,
+    Change,
+    Equality,
+    OperationCounts,
+    PlanRun,
+    ScriptPlan,
+    equality_of,
+)
 from memfit.records.own_sharding import unknown_call_options
 
 _OF_CHANGE = ("plan", "allocator", "micro_batches", "fused", "own_sharding", "optimizer")
-_OF_SEARCH = (
-    *("schema", "needs", "time", "rank", "bound", "time_rule", "budget", "device", "as_written", "smallest"),
-    *("tried", "reason", "floor", "out_of_time", "policies", "is_tight", "undivided", "log_probabilities"),
-    *(
-        "without_workspaces",
-        "max_slowdown",
-        "too_slow",
-        "dropped",
-        "distributed",
-        "sharding_calls",
-        "in_loop",
-    ),
-    "sent",
-)
+_OF_SEARCH = {
+    "schema",
+    "time_rule",
+    "is_tight",
+    *(each.name for of in (ScriptPlan, PlanRun) for each in fields(of)),
+}
 """What ``memfit plan -o`` writes beside what training under the plan takes: how it was found."""
 _MAX_FILE = 16 << 20  # bytes; a plan of 1,000 modules has less than one MiB
 

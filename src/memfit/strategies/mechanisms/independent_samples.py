@@ -8,7 +8,8 @@ would be.
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +29,8 @@ from memfit.strategies.mechanisms.slice_parameters import (
     parameters_replaced,
 )
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 ADVICE = "Leave out batch_slices, or divide batches in the training loop."
 _TOLERANCE, _LOW_TOLERANCE = 1e-2, 1e-1
 """Of the norm: kernels for another number of samples round differently, in half precision even more."""
@@ -48,6 +51,20 @@ def expect_independent_layers(module: nn.Module) -> None:
             )
 
 
+def _expecting_nothing_kept(learn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have a function refuse a model of which a tensor is left when the function's own are gone."""
+
+    @wraps(learn)
+    def learning(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        learned = learn(*args, **kwargs)
+        _expect_nothing_kept(begin)
+        return learned
+
+    return learning
+
+
+@_expecting_nothing_kept
 def learn_outputs(
     module: nn.Module,
     calls: Sequence[Callable[[], Any]],
@@ -70,19 +87,6 @@ def learn_outputs(
     Raises:
         UsageError: the batches of this model cannot be divided.
     """
-    begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    rule = _learn(module, calls, inputs, passed, layouts)
-    _expect_nothing_kept(begin)
-    return rule
-
-
-def _learn(
-    module: nn.Module,
-    calls: Sequence[Callable[[], Any]],
-    inputs: Sequence[torch.Tensor],
-    passed: Sequence[Any],
-    layouts: OutputLayouts,
-) -> LossRule | None:
     aliases = leaf_aliases(module) if can_be_replaced(module) else {}
     generators = (torch.default_generator,)
     kind = next((each.device.type for each in module.parameters()), "cpu")
