@@ -52,6 +52,11 @@ CASES = {
     "a loss over all samples": Case(
         Of.logits, loss=lambda out: torch.logsumexp(out.flatten(1) @ out.flatten(1).T, 1).mean()
     ),
+    "two views of each sample": Case(
+        lambda s, x: s.logits(torch.cat([x, x.flip(-1)]) + torch.rand(1) * 0),
+        loss=lambda out: (out * out.roll(1, 0)).mean(),
+    ),
+    "a shape of the last call": Case(lambda s, x: setattr(s, "shape", x.shape) or s.logits(x)),
     "keywords only": Case(
         lambda s, *, b, x: s.logits(x + b),
         lambda n: (),

@@ -1,5 +1,6 @@
 """What batch slices refuse: models that combine samples, and what a loss of one slice's tensors would be."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,11 @@ def keeping(model):
     model.kept = [None]
 
 
+def scaled_to_one(x):
+    x.register_hook(lambda gradient: gradient / gradient.norm())
+    return x
+
+
 REFUSED = {
     "batch norm": (
         Case(lambda s, x: s.conv(x), images, layers=lambda: {"conv": nn.BatchNorm2d(3)}),
@@ -28,6 +34,18 @@ REFUSED = {
     ),
     "a mean over the batch": (Case(lambda s, x: s.logits(x).mean(0)), "no row for each of them"),
     "less its mean": (Case(lambda s, x: s.logits(x) - s.logits(x).mean(0)), "combines samples"),
+    "less its mean, in training": (
+        Case(lambda s, x: F.dropout(s.logits(x) - s.training * s.logits(x).mean(0))),
+        "combines samples",
+    ),
+    "less its mean, with numbers drawn in evaluation": (
+        Case(lambda s, x: F.dropout(s.logits(x) - s.logits(x).mean(0), training=True)),
+        "combines samples",
+    ),
+    "mixed in random order": (
+        Case(lambda s, x: s.logits(x + x[torch.randperm(len(x))])),
+        "combines samples",
+    ),
     "sequences first": (
         Case(lambda s, x: s.rnn(x)[0], layers=lambda: {"rnn": nn.LSTM(WIDTH, WIDTH)}),
         "pass dim=",
@@ -53,6 +71,10 @@ REFUSED = {
     "means over other tokens": (
         Case(lambda s, x, y: entropy()(s, x, y) + s.logits(x).square().mean(), with_labels, same),
         "weigh the slices of a batch differently",
+    ),
+    "a sum and a constant": (
+        Case(lambda s, x: s.logits(x).square().sum() + 0.01, loss=same),
+        "combines samples",
     ),
     "two losses": (
         Case(lambda s, x: (s.logits(x).mean(), s.up(x).mean()), loss=sum),
@@ -82,6 +104,35 @@ REFUSED = {
     "a statistic, in the place of the one before": (
         Case(lambda s, x: setattr(s, "seen", None) or setattr(s, "seen", x.mean()) or s.logits(x)),
         "changes its tensor 'seen'",
+    ),
+    "a counter in Python": (
+        Case(
+            lambda s, x: setattr(s, "step", s.step + 1) or s.logits(x),
+            prepare=lambda m: setattr(m, "step", 0),
+        ),
+        "changes its attribute 'step' in each call",
+    ),
+    "a metric in a dict": (
+        Case(
+            lambda s, x: s.log.update(mean=float(x.sum())) or s.logits(x),
+            prepare=lambda m: setattr(m, "log", {}),
+        ),
+        "changes its attribute 'log'",
+    ),
+    "a meter": (
+        Case(
+            lambda s, x: setattr(s.meter, "seen", s.meter.seen + len(x)) or s.logits(x),
+            prepare=lambda m: setattr(m, "meter", SimpleNamespace(seen=0)),
+        ),
+        "changes its attribute 'meter'",
+    ),
+    "a hook on a gradient": (
+        Case(lambda s, x: s.logits(scaled_to_one(x * s.position))),
+        "registers a hook on a gradient",
+    ),
+    "a backward hook of a layer": (
+        Case(Of.logits, prepare=lambda m: m.norm.register_full_backward_hook(lambda *_: None)),
+        "norm has a backward hook",
     ),
     "a list of features": (
         Case(lambda s, x: s.logits(s.kept.__setitem__(0, x * s.position) or s.kept[0]), prepare=keeping),
@@ -190,3 +241,11 @@ def test_what_a_function_keeps_for_its_backward_is_not_refused():
 
     case = Case(lambda s, x: s.logits(Kept.apply(x * s.position)))
     expect_equal(trained(case, BatchSlices(3), torch.float64), trained(case, None, torch.float64), 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_that_are_skipped_at_random_do_not_combine_samples(seed):
+    model = Of(lambda s, x: F.dropout(s.logits(x if random.random() < 0.5 else -x)))  # noqa: S311
+    BatchSlices(2).apply(model)
+    random.seed(seed)
+    model(torch.randn(4, 4, WIDTH)).sum().backward()

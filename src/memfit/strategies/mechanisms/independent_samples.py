@@ -1,15 +1,13 @@
 """Whether a model computes each sample by itself: two samples of the first batch, together and each alone.
 
 Their outputs show along which dimension samples lie, and how the model's loss, if there is one, weighs them.
-Nothing is kept for a backward, and random numbers are drawn again afterwards: the step that follows is as it
-would be.
+Nothing is kept for a backward. Constants stand for random numbers, and the generators are restored: the step
+that follows is as it would be.
 """
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +17,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import MemfitError, UsageError
 from memfit.random_state import DrawnRandomNumbers
+from memfit.strategies.mechanisms.constant_draws import ConstantDraws
+from memfit.strategies.mechanisms.forward_side_effects import ADVICE, SideEffects, package_of_hook
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
-from memfit.strategies.mechanisms.inspect_tensors import leaf_beside, tensor_version, tensors_in_object
+from memfit.strategies.mechanisms.inspect_tensors import leaf_beside, tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import OutputLayouts, SamplesInOutput
 from memfit.strategies.mechanisms.loss_divisor import LossRule
 from memfit.strategies.mechanisms.slice_parameters import (
@@ -29,15 +29,13 @@ from memfit.strategies.mechanisms.slice_parameters import (
     parameters_replaced,
 )
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-ADVICE = "Leave out batch_slices, or divide batches in the training loop."
-_TOLERANCE, _LOW_TOLERANCE = 1e-2, 1e-1
-"""Of the norm: kernels for another number of samples round differently, in half precision even more."""
+_TOLERANCE, _GPU_TOLERANCE, _LOW_TOLERANCE = 1e-4, 1e-2, 1e-1
+"""Of the norm: kernels for another number of samples round differently; a GPU's may compute in TF32, and half
+precision rounds even more."""
 
 
 def expect_independent_layers(module: nn.Module) -> None:
-    """Refuse layers whose results depend on the other samples of the batch.
+    """Refuse layers that compute something of the whole batch: statistics, or what hooks make of gradients.
 
     Raises:
         UsageError: there is one.
@@ -49,22 +47,14 @@ def expect_independent_layers(module: nn.Module) -> None:
                 "statistics would be those of a slice, not of the batch. Use GroupNorm or LayerNorm, freeze "
                 "the statistics (module.eval()), or leave out batch_slices."
             )
+        hooks = (*part._backward_hooks.values(), *part._backward_pre_hooks.values())
+        if part is not module and any(package_of_hook(each) not in ("memfit", "torch") for each in hooks):
+            raise UsageError(
+                f"batch_slices: {name} has a backward hook, which would be passed the gradients of slices, "
+                f"one by one. {ADVICE}"
+            )
 
 
-def _expecting_nothing_kept(learn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have a function refuse a model of which a tensor is left when the function's own are gone."""
-
-    @wraps(learn)
-    def learning(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        learned = learn(*args, **kwargs)
-        _expect_nothing_kept(begin)
-        return learned
-
-    return learning
-
-
-@_expecting_nothing_kept
 def learn_outputs(
     module: nn.Module,
     calls: Sequence[Callable[[], Any]],
@@ -88,65 +78,70 @@ def learn_outputs(
         UsageError: the batches of this model cannot be divided.
     """
     aliases = leaf_aliases(module) if can_be_replaced(module) else {}
-    generators = (torch.default_generator,)
     kind = next((each.device.type for each in module.parameters()), "cpu")
-    with (
-        DrawnRandomNumbers.start(generators).replay(),
-        autocast_to(kind, lower := autocast_dtype(kind), cache=False),
-        parameters_replaced(module, aliases),
-    ):
-        before, draws = _state(module), DrawnRandomNumbers.start(generators)
-        pair_outputs = _flat_outputs(calls[:1])
-        before = _state(module) | before  # a first call may make what it keeps, such as a mask
-        outputs = [*pair_outputs, *_flat_outputs(calls[1:])]
-        _expect_same_state(before, _state(module))
-        rule = None
-        (pair, spec), *single = outputs
-        if any(other != spec for _, other in single):
-            raise UsageError(
-                "batch_slices: the model returns differently built outputs for one and for two samples of a "
-                f"batch. {ADVICE}"
-            )
-        numbers = [
-            (one, two)
-            for one, two in zip(single[0][0], pair, strict=True)
-            if isinstance(one, int | float) and one != two
-        ]
-        if numbers:
-            raise UsageError(
-                f"batch_slices: the model returns a number that depends on the samples: {numbers[0][1]} for "
-                f"two, {numbers[0][0]} for one. Each slice would return its own. Compute it outside of the "
-                f"model, or return a tensor with a row for each sample. {ADVICE}"
-            )
-        if (place := place_of_loss(pair)) is not None:
-            losses = [leaves[place] for leaves, _ in outputs]
-            if aliases and (leaf := leaf_beside(losses[0], [*aliases.values(), *inputs])) is not None:
-                raise UsageError(
-                    "batch_slices: the model returns its loss, which depends on a tensor that requires a "
-                    f"gradient ({tuple(leaf.shape)}) and is neither a parameter nor an argument of the "
-                    f"model. Register it as a parameter. {ADVICE}"
-                )
-            rule = LossRule(losses[0], losses[1:], passed)
-        layouts[spec] = tuple(
-            layouts.place(one, two, 1, 2) if isinstance(one, torch.Tensor) and index != place else None
-            for index, (one, two) in enumerate(zip(single[0][0], pair, strict=True))
-        )
-        draws.keep_drawn()
+    effects = SideEffects(module)
+    with autocast_to(kind, lower := autocast_dtype(kind), cache=False), parameters_replaced(module, aliases):
+        with effects, nullcontext() if is_ghost_loaded() else ConstantDraws():  # type: ignore[no-untyped-call]
+            outputs = []
+            for call in calls:
+                with DrawnRandomNumbers.start((torch.default_generator,)).replay():
+                    outputs.append(_flat_output(call))
+                effects.called()
+        effects.expect_none()
+        rule = _rule(outputs, layouts, [*aliases.values(), *inputs] if aliases else [], passed)
         if not is_ghost_loaded():
-            if draws.before:
-                with _evaluating(module):
-                    draws = DrawnRandomNumbers.start(generators)
-                    outputs = _flat_outputs(calls)
-                    draws.keep_drawn()
-            if not draws.before:
-                _expect_equal_values(outputs, layouts, rule, _TOLERANCE if lower is None else _LOW_TOLERANCE)
+            _expect_equal_values(outputs, layouts, rule, kind, lower)
+        del outputs
+    effects.expect_nothing_kept()
     return rule
 
 
-def _flat_outputs(calls: Sequence[Callable[[], Any]]) -> list[tuple[list[Any], TreeSpec]]:
+_Flat = tuple[list[Any], TreeSpec]
+"""What a model returns: its leaves, and the containers that hold them."""
+
+
+def _rule(
+    outputs: Sequence[_Flat], layouts: OutputLayouts, leaves: list[torch.Tensor], passed: Sequence[Any]
+) -> LossRule | None:
+    """Return how losses are divided, and add to the layouts where the samples of outputs are."""
+    (pair, spec), *single = outputs
+    if any(other != spec for _, other in single):
+        raise UsageError(
+            "batch_slices: the model returns differently built outputs for one and for two samples of a "
+            f"batch. {ADVICE}"
+        )
+    numbers = [
+        (one, two)
+        for one, two in zip(single[0][0], pair, strict=True)
+        if isinstance(one, int | float) and one != two
+    ]
+    if numbers:
+        raise UsageError(
+            f"batch_slices: the model returns a number that depends on the samples: {numbers[0][1]} for "
+            f"two, {numbers[0][0]} for one. Each slice would return its own. Compute it outside of the "
+            f"model, or return a tensor with a row for each sample. {ADVICE}"
+        )
+    rule = None
+    if (place := place_of_loss(pair)) is not None:
+        losses = [each[place] for each, _ in outputs]
+        if leaves and (leaf := leaf_beside(losses[0], leaves)) is not None:
+            raise UsageError(
+                "batch_slices: the model returns its loss, which depends on a tensor that requires a "
+                f"gradient ({tuple(leaf.shape)}) and is neither a parameter nor an argument of the "
+                f"model. Register it as a parameter. {ADVICE}"
+            )
+        rule = LossRule(losses[0], losses[1:], passed)
+    layouts[spec] = tuple(
+        layouts.place(one, two, 1, 2) if isinstance(one, torch.Tensor) and index != place else None
+        for index, (one, two) in enumerate(zip(single[0][0], pair, strict=True))
+    )
+    return rule
+
+
+def _flat_output(call: Callable[[], Any]) -> _Flat:
     try:
         with keeping_shapes_alone():
-            outputs = [tree_flatten(call()) for call in calls]
+            leaves, spec = tree_flatten(call())
     except (MemfitError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -154,7 +149,7 @@ def _flat_outputs(calls: Sequence[Callable[[], Any]]) -> list[tuple[list[Any], T
             "batch_slices: the model fails for one or two samples of the batch "
             f"({type(error).__name__}: {error}). {ADVICE}"
         ) from error
-    for each in outputs[0][0]:
+    for each in leaves:
         if not isinstance(each, torch.Tensor) and tensors_in_object(each):
             raise UsageError(
                 f"batch_slices: the model returns an object of type {type(each).__name__}, and memfit cannot "
@@ -162,7 +157,7 @@ def _flat_outputs(calls: Sequence[Callable[[], Any]]) -> list[tuple[list[Any], T
                 "with torch.utils._pytree.register_dataclass. In transformers, set "
                 "model.config.use_cache = False."
             )
-    return outputs
+    return leaves, spec
 
 
 def keeping_shapes_alone() -> AbstractContextManager[Any]:
@@ -175,24 +170,11 @@ def _shape_alone(saved: torch.Tensor) -> torch.Tensor:
     return saved if saved.numel() <= 1 else saved.new_empty(()).expand(saved.shape)
 
 
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    training = [part for part in module.modules() if part.training]
-    try:
-        for part in training:
-            part.training = False
-        yield
-    finally:
-        for part in training:
-            part.training = True
-
-
 def _expect_equal_values(
-    outputs: Sequence[tuple[list[Any], Any]], layouts: OutputLayouts, rule: LossRule | None, tolerance: float
+    outputs: Sequence[_Flat], layouts: OutputLayouts, rule: LossRule | None, kind: str, lower: Any
 ) -> None:
+    tolerance = _LOW_TOLERANCE if lower is not None else _TOLERANCE if kind == "cpu" else _GPU_TOLERANCE
     (pair, spec), *single = outputs
-    if spec not in layouts or any(other != spec for _, other in single):
-        return  # in evaluation, the model returns something else
     known = [*layouts[spec]]
     for index, place in enumerate(known):
         whole, parts = pair[index], [leaves[index] for leaves, _ in single]
@@ -223,60 +205,6 @@ def _difference(joined: torch.Tensor, whole: torch.Tensor) -> float:
     with torch.no_grad():
         off, size = (each.double().norm() for each in (joined - whole, whole))
     return float(off / size) if off else 0.0
-
-
-_State = dict[str, tuple[torch.Tensor, int]]
-"""Tensors by name, each with its version. They are held: another may get the identity of one that is gone."""
-
-
-def _state(module: nn.Module) -> _State:
-    """Return buffers, and tensors that are plain attributes."""
-    return {
-        f"{prefix}.{name}".lstrip("."): (value, tensor_version(value))
-        for prefix, part in module.named_modules()
-        for name, value in (*part._buffers.items(), *vars(part).items())
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def _expect_same_state(before: _State, after: _State) -> None:
-    for name, (value, version) in after.items():
-        was, version_before = before.get(name, (None, 0))
-        if was is not value or version_before != version:
-            raise UsageError(
-                f"batch_slices: the model's forward changes its tensor {name!r}, and would change it "
-                f"once in each slice. {ADVICE}"
-            )
-
-
-def _expect_nothing_kept(begin: int) -> None:
-    """Refuse a model whose forward leaves a tensor behind, beside its outputs: a loss could use a slice's.
-
-    Args:
-        begin: autograd's count of operations before the forward. The outputs are gone.
-    """
-    end = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    if _with_graph(begin, end):
-        gc.collect()
-    if kept := _with_graph(begin, end):
-        last = max(kept, key=lambda each: each.grad_fn._sequence_nr())
-        name, shape = last.grad_fn.name(), " x ".join(map(str, last.shape)) or "one number"
-        raise UsageError(
-            f"batch_slices: the model's forward, or a hook on a layer, keeps a result of {name} ({shape} for "
-            "one sample) beside what the model returns. A loss of it would be that of one slice. Return it "
-            f"from the model's forward, or detach it. {ADVICE}"
-        )
-
-
-def _with_graph(begin: int, end: int) -> list[Any]:
-    """Return the tensors that operations of an interval have computed, and that can be differentiated."""
-    found = []
-    for each in gc.get_objects():
-        if type(each) is torch.Tensor:  # and no compiler's fake one
-            with suppress(RuntimeError):  # autograd refuses to say it of some views that were written to
-                if each.grad_fn is not None and begin <= each.grad_fn._sequence_nr() < end:
-                    found.append(each)
-    return found
 
 
 def place_of_loss(leaves: Sequence[Any]) -> int | None:

@@ -19,11 +19,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.independent_samples import (
-    ADVICE,
-    expect_independent_layers,
-    learn_outputs,
-)
+from memfit.strategies.mechanisms.forward_side_effects import ADVICE, package_of_hook
+from memfit.strategies.mechanisms.independent_samples import expect_independent_layers, learn_outputs
 from memfit.strategies.mechanisms.inspect_tensors import tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
 from memfit.strategies.mechanisms.loss_divisor import LossRule
@@ -102,7 +99,7 @@ class SlicedForward(WrappedForward):
         """Return what decides how a model behaves: its mode, which arguments it gets, hooks on its layers."""
         layers = [part for part in self.module.modules() if part is not self.module]
         hooks = sum(
-            not _is_memfits(hook)  # which come and go while memfit records a step
+            package_of_hook(hook) != "memfit"  # whose come and go while memfit records a step
             for part in layers
             for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         )
@@ -219,7 +216,3 @@ def _under(aliases: Aliases, module: nn.Module, forward: Forward) -> Forward:
             return forward(*args, **kwargs)
 
     return run
-
-
-def _is_memfits(hook: Any) -> bool:
-    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("memfit.")

@@ -1,0 +1,50 @@
+"""Constants in place of random numbers: what a model returns for two batches can then be compared.
+
+torch.rand, torch.randn, bernoulli_ ...   0.5
+torch.randint, torch.randperm ...         0
+dropout in a kernel, as of attention      nothing is dropped
+
+Python's and NumPy's numbers are not drawn by PyTorch's operations, and stay.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+
+class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which PyTorch's operations draw constants. Compiled modules run eagerly in it.
+
+    >>> with ConstantDraws():
+    ...     torch.randn(3).tolist(), torch.randperm(3).tolist()
+    ([0.5, 0.5, 0.5], [0, 0, 0])
+    """
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and fill what it has drawn."""
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*args, **(kwargs or {}))
+        arguments = {each.name: each.type for each in function._schema.arguments}
+        given = {**dict(zip(arguments, args, strict=False)), **(kwargs or {})}
+        probabilities = ("p",) if function is torch.ops.aten.native_dropout.default else _DROPOUT
+        for name in probabilities:
+            if isinstance(arguments.get(name), torch.FloatType):
+                return function(**{**given, name: 0.0})
+        return tree_map_only(torch.Tensor, _filled, function(**given))
+
+
+_DROPOUT = ("dropout_p", "dropout")
+
+
+def _filled(drawn: torch.Tensor) -> torch.Tensor:
+    is_whole = not (drawn.is_floating_point() or drawn.is_complex() or drawn.dtype == torch.bool)
+    return drawn.fill_(0 if is_whole else 0.5)
