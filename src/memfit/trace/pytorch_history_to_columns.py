@@ -1,7 +1,7 @@
 """Convert PyTorch's allocator history, a list of dicts, to columns and tables.
 
-PyTorch shares the list of frames between the events of one stack, and the frames between lists, so both are
-looked up by identity first: a history of 100,000 events 40 frames deep takes well under a second.
+PyTorch shares frames between events, so frames and stacks are looked up by identity first: a history of
+100,000 events 40 frames deep takes well under a second.
 """
 
 from array import array
@@ -95,7 +95,7 @@ def distinct_pools_of_history(
     if None in named or not named:
         return ()
     named += [segment["segment_pool_id"] for segment in segments if "segment_pool_id" in segment]
-    return tuple(dict.fromkeys([DEFAULT_POOL, *map(check_pool_id, named)]))
+    return tuple(dict.fromkeys([DEFAULT_POOL, *map(check_pool_id, dict.fromkeys(named))]))
 
 
 def _pool_column(history: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.int32] | None:
@@ -124,17 +124,18 @@ def _address(event: Mapping[str, Any]) -> Any:
 
 def _stack_column(history: Sequence[Mapping[str, Any]], table: StackTable) -> list[int]:
     """Return each event's stack index. Identities are safe keys: the history keeps its objects alive."""
-    by_list: dict[int, int] = {}
+    by_frames: dict[tuple[int, ...], int] = {}
     by_frame: dict[int, int] = {}
     column = []
     for event in history:
         frames = event.get("frames", ())
-        stack = by_list.get(id(frames))
+        identities = tuple(map(id, frames))
+        stack = by_frames.get(identities)
         if stack is None:
             for frame in frames:
                 if id(frame) not in by_frame:
                     by_frame[id(frame)] = table.frame(*_line(frame))
-            stack = by_list[id(frames)] = table.intern_frames([by_frame[id(frame)] for frame in frames])
+            stack = by_frames[identities] = table.intern_frames(map(by_frame.__getitem__, identities))
         column.append(stack)
     return column
 

@@ -1,8 +1,8 @@
 """Stubs for NVIDIA functions that extensions import and the ghost does not implement.
 
-    import flash_attn  ──audit hook──>  which NVIDIA functions, from which SONAMEs
-                                        those that the ghost lacks ──cc──> stubs that return an error
-    dlopen continues   <──────────────  stubs loaded with RTLD_GLOBAL: every symbol resolves
+    import flash_attn  ──watch──>  which NVIDIA functions, from which SONAMEs
+                                   those that the ghost lacks ──cc──> stubs that return an error
+    dlopen continues   <─────────  stubs loaded with RTLD_GLOBAL: every symbol resolves
 
 The ghost implements the functions that PyTorch imports. bitsandbytes, xformers or the user's own extension
 may import more; without stubs, the loader's "undefined symbol" would end the import because of functions that
@@ -17,6 +17,8 @@ Imports are read from the library's file before it is loaded, and from those of 
 
 A library that was built for another CUDA version than PyTorch is not loaded: it would find functions of the
 right names whose structures have another layout.
+
+Python's audit hooks would see every library, too, but also each ``id()``, which then takes ten times as long.
 """
 
 import ctypes
@@ -24,17 +26,18 @@ import hashlib
 import os
 import re
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from memfit.errors import GhostError, MemfitError
 from memfit.ghost.build.elf import ElfFile
 from memfit.ghost.build.runtime_library import INCLUDES, BuiltGhost, make_forwarding_libraries
 from memfit.ghost.build.torch_install import NvidiaLibrary, is_nvidia_function, nvidia_library_of_soname
 from memfit.native_build import COMPILE_FLAGS, cache_folder, find_compiler, run_compiler
+from memfit.patching.patches import Patch
 
 # The status "not supported" of each library, or the closest one it has. Sources: driver_types.h,
 # cuda.h, cublas_api.h, cudnn_graph.h, cufft.h, curand.h, cusolver_common.h, cusparse.h, cutensor/types.h,
@@ -55,6 +58,11 @@ _NOT_SUPPORTED = {
     "nvrtc": 11,
 }
 _GIVES_TEXT = re.compile(r"(Error|Status|Result)_?(String|Name|Text)$")
+
+
+_WHY = "load stubs for the NVIDIA functions that a library imports"
+_IMPORT = Patch("importlib.machinery:ExtensionFileLoader", "create_module", why=_WHY)
+_DLOPEN = Patch("ctypes:CDLL", "__init__", why=_WHY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +97,19 @@ class ExtensionStubs:
 
     def watch(self) -> None:
         """Inspect every library that Python loads from now on, for the life of the process."""
-        sys.addaudithook(self._audit)
+        _IMPORT.wrap("create_module", self._import)
+        _DLOPEN.wrap("__init__", self._dlopen)
 
-    def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
-        if event == "import" and isinstance(arguments[1], str):
-            self._prepare(arguments[1], ImportError)
-        elif event == "ctypes.dlopen" and isinstance(arguments[0], str) and os.sep in arguments[0]:
-            self._prepare(arguments[0], OSError)
+    def _import(self, create: Callable[..., Any], loader: Any, spec: Any) -> Any:
+        self._prepare(spec.origin, ImportError)
+        return create(loader, spec)
+
+    def _dlopen(
+        self, init: Callable[..., None], library: Any, name: Any = None, *args: Any, **kw: Any
+    ) -> None:
+        if name and os.sep in (file := os.fsdecode(name)):
+            self._prepare(file, OSError)
+        init(library, name, *args, **kw)
 
     def _prepare(self, file: str, refusal: type[Exception]) -> None:
         path = Path(file).resolve()
