@@ -40,6 +40,7 @@ from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.strategies.read_plan_or_settings import read_plan_or_settings
 from memfit.strategies.settings_files import SUFFIXES
 from memfit.trials.rank_runs import RankRun, RankRuns, UnfinishedRankError
+from memfit.trials.runs_side_by_side import ProgressOfFirst, RunsAhead
 
 
 def compare(  # noqa: PLR0913 - one parameter an option
@@ -102,7 +103,8 @@ def compare(  # noqa: PLR0913 - one parameter an option
     own = [StrategyCombination(f"{AS_IN}{file}", read_plan_or_settings(file).change) for file in files]
     command = checked_script_argv(script, arguments, options, None)
     device, card = resolve_ghost_settings(options).device, find_device(gpu)
-    with RankRuns(command, options, on_progress) as ranks:
+    progress = ProgressOfFirst(on_progress)
+    with RankRuns(command, options, progress.show) as ranks:
         first, written = _as_written(command, device, ranks)
         plain = _Plain(written, dry_run_of_trace(written.trace), card, times=not ranks.distributed)
         base, *others = strategies_to_compare(
@@ -111,18 +113,25 @@ def compare(  # noqa: PLR0913 - one parameter an option
         chosen = [one for one in others if not rows or {one.name, one.group} & set(rows)] + own
         runs, interrupted = [_largest(base, first, device, plain)], False
         refused: dict[Change, ScriptEnd] = {}
+
+        def run(one: StrategyCombination, what: str) -> ComparedRun | ScriptEnd:
+            made = plain.refusal(one.change) or ranks.under(plain.recorded(one.change), what)
+            return made if isinstance(made, ScriptEnd) else _largest(one, made, device, plain)
+
+        ahead = RunsAhead(run, progress)
+        adapted = [
+            (replace(one, change=plain.adapted(one.change)), f"{one.name} ({number} of {len(chosen) + 1})")
+            for number, one in enumerate(chosen, 2)
+        ]
         try:
-            for number, one in enumerate(chosen, 2):
-                what = f"{one.name} ({number} of {len(chosen) + 1})"
-                adapted = replace(one, change=plain.adapted(one.change))
-                end = refusal_of_strategies(one, refused) or plain.refusal(one.change)
-                made = end or ranks.under(plain.recorded(adapted.change), what)
-                if isinstance(made, ScriptEnd):
-                    runs.append(compared_run_from_failure(adapted, made))
-                    if made.reason == "refused":
-                        refused[one.change] = made
-                else:
-                    runs.append(_largest(adapted, made, device, plain))
+            for index, (one, what) in enumerate(adapted):
+                if world_size == 1:
+                    pair = adapted[index : index + 2]
+                    ahead.make([each for each in pair if not refusal_of_strategies(each[0], refused)])
+                end = refusal_of_strategies(one, refused) or ahead.run(one, what)
+                runs.append(compared_run_from_failure(one, end) if isinstance(end, ScriptEnd) else end)
+                if isinstance(end, ScriptEnd) and end.reason == "refused":
+                    refused[one.change] = end
         except KeyboardInterrupt:
             interrupted = True
     step = written.operations

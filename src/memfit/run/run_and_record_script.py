@@ -4,6 +4,7 @@ Nothing here imports torch before the script does, as in ``child.py``.
 """
 
 import atexit
+import gc
 import importlib
 import os
 import signal
@@ -294,6 +295,7 @@ class ScriptProcess:
             if self._record is not None:
                 self._record.end()
             _exit(end.exit_code)
+        gc.disable()  # a collection would touch all that a fork shares with its origin
         if self._recorder is not None:
             end = self._backend.explained(end, shortened=any(each.shortened for each in self._short))
         flush_output()

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -76,7 +77,7 @@ class ChunkedHead:
             raise UsageError(f"ChunkedHead: 'chunks' must be an integer of at least 1, not {self.chunks!r}.")
         check_dtype_name(self.gradient_dtype, "ChunkedHead: gradient_dtype")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def __call__(
         self,
         hidden: torch.Tensor,
@@ -141,7 +142,7 @@ class ChunkedHead:
         total, _ = self._slices(loss, divisor)(hidden.reshape(-1, hidden.shape[-1]), tuple(flat))
         return total
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def with_loss(
         self,
         loss: Callable[[torch.Tensor, Any], Any],

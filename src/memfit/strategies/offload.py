@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.host_copies import HostCopier, SideStreamCopier
@@ -145,7 +146,7 @@ class OffloadedActivations:
 class OffloadedModuleForward(WrappedForward):
     """The forward of a module whose saved tensors are offloaded."""
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    @_disable_dynamo(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Offload what the forward saves, if gradients are enabled."""
         if not torch.is_grad_enabled():
@@ -157,7 +158,7 @@ class OffloadedModuleForward(WrappedForward):
 class OffloadedModelForward(WrappedForward):
     """The forward of the whole model: its parameters and buffers stay on the device."""
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    @_disable_dynamo(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward."""
         state: OffloadedActivations = self.around

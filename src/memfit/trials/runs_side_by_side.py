@@ -5,21 +5,21 @@ A search has runs made that it will probably ask for, beside the one that it ask
 
 import os
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from memfit.analysis.trial_result import RunTrial, TrialResult
-from memfit.records import Change, ScriptEnd
+from memfit.records import ScriptEnd
 from memfit.run.interruption import leave_ctrl_c_to_script, share_interruption_with_threads
 from memfit.run.parent import ScriptProgress
 
 Result = TypeVar("Result")
+Wanted = TypeVar("Wanted", bound=Hashable)
 
 _INTERVAL = 0.1  # seconds between two looks at whether the user has pressed Ctrl-C
 
@@ -102,40 +102,40 @@ class ProgressOfFirst:
             self._on_progress(replace(progress, beside=max(0, len(running) - 1)))
 
 
-class RunsAhead:
+class RunsAhead(Generic[Wanted, Result]):
     """Makes runs side by side, and keeps those that a search has not asked for yet.
 
     A run that does not complete is not kept, and so is made again, alone, if the search asks for it: it may
     have failed because of the other one, which writes the same files.
 
     Args:
-        run: what the search runs the script with.
+        run: makes a run, given what is wanted, such as a change, and its name.
         progress: what ``run`` reports its progress to.
     """
 
-    def __init__(self, run: RunTrial, progress: ProgressOfFirst) -> None:
+    def __init__(self, run: Callable[[Wanted, str], Result | ScriptEnd], progress: ProgressOfFirst) -> None:
         self._run, self._progress = run, progress
-        self._kept: dict[Change, TrialResult] = {}
+        self._kept: dict[Wanted, Result] = {}
 
-    def run(self, change: Change, what: str) -> TrialResult | ScriptEnd:
-        """Return the run under a change, and make it unless that has been done."""
-        return self._kept.pop(change, None) or self._run(change, what)
+    def run(self, wanted: Wanted, what: str) -> Result | ScriptEnd:
+        """Return a run, and make it unless that has been done."""
+        return self._kept.pop(wanted, None) or self._run(wanted, what)
 
-    def make(self, wanted: Sequence[tuple[Change, str]]) -> None:
+    def make(self, wanted: Sequence[tuple[Wanted, str]]) -> None:
         """Make runs that will be, or may be, asked for, if this machine can run several side by side.
 
         Args:
-            wanted: the change and the name of each.
+            wanted: each with its name.
         """
-        new = [(change, what) for change, what in wanted if change not in self._kept]
+        new = [each for each in wanted if each[0] not in self._kept]
         most = min(len(new), most_scripts_side_by_side())
         if most < 2:  # noqa: PLR2004 - one run has nothing beside it
             return
         results = run_scripts_side_by_side([partial(self._named, *each) for each in new], most)
-        for (change, _), result in zip(new, results, strict=True):
-            if isinstance(result, TrialResult):
-                self._kept[change] = result
+        for (one, _), result in zip(new, results, strict=True):
+            if not isinstance(result, ScriptEnd):
+                self._kept[one] = result
 
-    def _named(self, change: Change, what: str) -> TrialResult | ScriptEnd:
+    def _named(self, wanted: Wanted, what: str) -> Result | ScriptEnd:
         with self._progress.of(what):
-            return self._run(change, what)
+            return self._run(wanted, what)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.dispatch_modes import without_dispatch_modes
@@ -191,7 +192,7 @@ class SavedTensorOffloader:
         """Whether tensors were saved on a device that can offload; None before anything was saved."""
         return any(self._lanes.values()) if self._lanes else None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def begin_forward(self, model: nn.Module) -> None:
         """Note where the model's parameters and buffers are: they stay on the device."""
         owned = (*model.parameters(), *model.buffers())
