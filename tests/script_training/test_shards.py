@@ -1,6 +1,7 @@
 """`memfit train` under several ranks: a script for one GPU trains as one process does, and writes once."""
 
 import json
+import re
 import textwrap
 
 import numpy as np
@@ -255,6 +256,42 @@ def test_ranks_that_would_not_train_as_one_process_stop_before_the_first_step(
     assert says in first.err
     assert (first.code, first.out) == (3, ""), first.err
     assert second.code
+
+
+@pytest.mark.parametrize("finds", [False, True])
+@pytest.mark.slow
+def test_a_step_may_leave_parameters_out_if_the_plan_says_so(train_on, plan_file, tmp_path, finds):
+    script = """
+        import torch
+        from torch import nn
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.steps, self.layers = 0, nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+            def forward(self, x, number):
+                return self.layers[number](x)
+        torch.manual_seed(0)
+        model = Model().to("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.randn(4, 4)
+        for step in range(3):
+            model(x, step % 2).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print(model.layers[0].weight.tolist(), model.layers[1].bias.tolist())
+    """
+    options = {"find_unused_parameters": True} if finds else {}
+    first, second = train_on(2, script, plan_file({"sharding": {"mode": "ddp", **options}}))
+    if not finds:
+        assert (first.code, first.out, second.code) == (1, "", 1), first.err  # one update has been made
+        assert "UsageError: sharding: a step used not all parameters of Model" in first.err
+        return
+    (tmp_path / "alone.py").write_text(textwrap.dedent(script).replace('"cuda"', '"cpu"'))
+    alone = run_python("alone.py", cwd=tmp_path)
+    assert (first.code, second.code) == (0, 0), first.err
+    one, other = (re.findall(r"-?\d\.\d+", each) for each in (first.out, alone.stdout))
+    assert len(one) == len(other) == 20
+    assert gap([*map(float, one)], [*map(float, other)]) <= 1e-6
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,10 @@ _NAMED = 3
 _LINKS = {"DistributedDataParallel": "DistributedDataParallel", "FullyShardedDataParallel": "FSDP"}
 
 
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+"""What DistributedDataParallel says then (torch/csrc/distributed/c10d/reducer.cpp, PyTorch 2.14.1)."""
+
+
 class ShardingInjector:
     """Shards models, and gives their optimizers what belongs to the shards.
 
@@ -218,6 +222,15 @@ class ShardingInjector:
             inside = True
             try:
                 return sharded(*args, **kwargs)
+            except RuntimeError as error:
+                if _UNFINISHED in str(error):
+                    self._end(
+                        f"sharding: a step used not all parameters of {class_name(model)}, and "
+                        "DistributedDataParallel waits for the gradient of each. Write "
+                        f'"sharding": {{"mode": "{self._sharding.mode}", "find_unused_parameters": true}} in '
+                        "the plan."
+                    )
+                raise
             finally:
                 inside = False
 

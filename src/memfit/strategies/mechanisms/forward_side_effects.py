@@ -28,6 +28,8 @@ _HOOKS = Patch(
     *("register_hook", "register_post_accumulate_grad_hook"),
     why="see hooks on gradients that a forward registers",
 )
+_LIBRARIES = ("memfit", "torch")
+"""Whose hooks on gradients are allowed, such as FSDP2's."""
 _DEEPEST, _LONGEST = 4, 1000
 """Levels of containers, and entries of one, that are compared; of others, the length."""
 
@@ -45,7 +47,18 @@ class SideEffects:
         self._tensors, self._plain = [_tensors(module)], [_plain_values(module)]
 
     def __enter__(self) -> Self:
-        """Refuse hooks on gradients."""
+        """Refuse hooks on gradients.
+
+        Raises:
+            UsageError: a layer has one.
+        """
+        for name, part in self._module.named_modules():
+            hooks = (*part._backward_hooks.values(), *part._backward_pre_hooks.values())
+            if part is not self._module and any(package_of_hook(each) not in _LIBRARIES for each in hooks):
+                raise UsageError(
+                    f"batch_slices: {name} has a backward hook, which would be passed the gradients of "
+                    f"slices, one by one. {ADVICE}"
+                )
         for name in _HOOKS.names:
             self._hooks.wrap(_HOOKS, name, _refuse_hook)
         return self
@@ -106,7 +119,7 @@ def package_of_hook(hook: Any) -> str:
 
 
 def _refuse_hook(register: Callable[..., Any], tensor: torch.Tensor, hook: Any) -> Any:
-    if package_of_hook(hook) in ("memfit", "torch"):  # FSDP2's
+    if package_of_hook(hook) in _LIBRARIES:
         return register(tensor, hook)
     raise UsageError(
         "batch_slices: the model's forward registers a hook on a gradient, and would register one in each "

@@ -18,7 +18,7 @@ from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import MemfitError, UsageError
 from memfit.random_state import DrawnRandomNumbers
 from memfit.strategies.mechanisms.constant_draws import ConstantDraws
-from memfit.strategies.mechanisms.forward_side_effects import ADVICE, SideEffects, package_of_hook
+from memfit.strategies.mechanisms.forward_side_effects import ADVICE, SideEffects
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
 from memfit.strategies.mechanisms.inspect_tensors import leaf_beside, tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import OutputLayouts, SamplesInOutput
@@ -35,7 +35,7 @@ precision rounds even more."""
 
 
 def expect_independent_layers(module: nn.Module) -> None:
-    """Refuse layers that compute something of the whole batch: statistics, or what hooks make of gradients.
+    """Refuse layers whose results depend on the other samples of the batch.
 
     Raises:
         UsageError: there is one.
@@ -46,12 +46,6 @@ def expect_independent_layers(module: nn.Module) -> None:
                 f"batch_slices: {name or 'the model'} is a {type(part).__name__} in training mode, and its "
                 "statistics would be those of a slice, not of the batch. Use GroupNorm or LayerNorm, freeze "
                 "the statistics (module.eval()), or leave out batch_slices."
-            )
-        hooks = (*part._backward_hooks.values(), *part._backward_pre_hooks.values())
-        if part is not module and any(package_of_hook(each) not in ("memfit", "torch") for each in hooks):
-            raise UsageError(
-                f"batch_slices: {name} has a backward hook, which would be passed the gradients of slices, "
-                f"one by one. {ADVICE}"
             )
 
 

@@ -98,13 +98,14 @@ class SlicedForward(WrappedForward):
     def _kind_of(self, call: Mapping[Any, Any]) -> Any:
         """Return what decides how a model behaves: its mode, which arguments it gets, hooks on its layers."""
         layers = [part for part in self.module.modules() if part is not self.module]
-        hooks = sum(
+        count = sum(
             package_of_hook(hook) != "memfit"  # whose come and go while memfit records a step
             for part in layers
-            for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+            for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks)
+            for hook in hooks.values()
         )
         given = frozenset(name for name, each in call.items() if each is not None)
-        return self.module.training, given, hooks
+        return self.module.training, given, count
 
     def _learn(self, passed: Any, call: dict[Any, Any], samples: int, positional: int) -> None:
         """Learn what the model returns, and along which dimensions samples of its arguments lie."""
