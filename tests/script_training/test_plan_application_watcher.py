@@ -67,6 +67,17 @@ def test_slices_take_a_call_of_the_model_itself(train, plan_file, forward, code)
     assert (refused in trained.err) == bool(code)
 
 
+def test_a_model_that_a_closure_calls_first_is_refused_before_the_first_step(train, plan_file):
+    script = STEPS.replace("SGD(model.parameters())", "LBFGS(model.parameters())").replace(
+        "optimizer.step()", "optimizer.step(lambda: model(torch.ones(2, 4, device='cuda')).softmax(0).sum())"
+    )
+    script = script.replace('model(torch.ones(2, 4, device="cuda")).sum().backward()', "", 1)
+    script = script.replace("torch.nn.Linear(4, 4))", "torch.nn.Linear(4, 4), torch.nn.Softmax(0))")
+    trained = train(script, plan_file({"batch_slices": {"count": 2}}))
+    assert (trained.code, "stepped" in trained.out) == (3, False), trained.err
+    assert "NOT APPLIED at script.py:7: batch_slices: the model combines samples" in trained.err
+
+
 def test_a_script_trains_as_far_as_it_goes_and_the_last_line_says_what_was_left_out(train, plan_file):
     plan = plan_file(SUITS, **IN_LOOP)
     trained = train(STEPS, plan, as_far=True)

@@ -163,6 +163,21 @@ REFUSED = {
         Case(lambda s, x: (s.logits(x), len(x)), loss=lambda out: out[0].sum() / out[1]),
         "returns a number that depends on the samples: 2 for two, 1 for one",
     ),
+    "a parameter": (
+        Case(lambda s, x: (s.logits(x), s.position), loss=lambda out: out[0].sum() + out[1].square().sum()),
+        "returns one of its parameters (1 x 4 x 6)",
+    ),
+    "a length of each slice": (
+        Case(
+            lambda s, x, n: nn.utils.rnn.pad_packed_sequence(
+                s.rnn(nn.utils.rnn.pack_padded_sequence(x, n, batch_first=True, enforce_sorted=False))[0],
+                True,
+            )[0],
+            lambda n: (torch.randn(n, 4, WIDTH), torch.tensor([3, 3, 3, 4, 1, 2, 2][:n])),
+            layers=lambda: {"rnn": nn.GRU(WIDTH, WIDTH, batch_first=True)},
+        ),
+        "pad_packed_sequence has total_length for that",
+    ),
     "a fixed batch": (Case(lambda s, x: s.logits(x).view(7, 20)), "fails for one or two samples"),
     "an object": (
         Case(lambda s, x: SimpleNamespace(logits=s.logits(x)), loss=lambda out: out.logits.mean()),

@@ -131,13 +131,20 @@ class PlanApplicationWatcher:
 
     def watch_steps(self) -> None:
         """Have the first step of an optimizer wait for ``expect_applied``: torch has been imported."""
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
 
         def before_step(*_: Any) -> None:
             if not self._has_stepped:
                 self.expect_applied()
 
+        def after_step(*_: Any) -> None:
+            self._has_stepped = True
+
         register_optimizer_step_pre_hook(before_step)
+        register_optimizer_step_post_hook(after_step)  # a step's closure runs the model inside
 
     def expect_applied(self) -> None:
         """Check that the plan has been applied: an optimizer is about to make the first step.
@@ -147,7 +154,6 @@ class PlanApplicationWatcher:
         """
         if not self._as_far:
             self._say_missing()
-        self._has_stepped = True
 
     def refused(self, error: UsageError) -> None:
         """Say why the script has failed: the plan does not suit what it does.

@@ -115,6 +115,12 @@ def _rule(
             f"two, {numbers[0][0]} for one. Each slice would return its own. Compute it outside of the "
             f"model, or return a tensor with a row for each sample. {ADVICE}"
         )
+    for one, two in zip(single[0][0], pair, strict=True):
+        if isinstance(one, torch.Tensor) and one is two and one.requires_grad:
+            raise UsageError(
+                f"batch_slices: the model returns one of its parameters ({' x '.join(map(str, one.shape))}), "
+                f"which has no row for each sample. Read it from the model in the training loop. {ADVICE}"
+            )
     rule = None
     if (place := place_of_loss(pair)) is not None:
         losses = [each[place] for each, _ in outputs]

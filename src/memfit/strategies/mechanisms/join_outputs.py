@@ -209,8 +209,20 @@ class _JoinedTensor:
         self._begin += samples
 
     def store(self, part: torch.Tensor, begin: int, samples: int) -> None:
-        """Copy the output of a slice to its place."""
-        rows = self.rows(self.tensor, begin, samples)
+        """Copy the output of a slice to its place.
+
+        Raises:
+            UsageError: it has another shape for each sample than the first slice's.
+        """
+        rows, dim = self.rows(self.tensor, begin, samples), self._place.dim
+        of_each = self.tensor.size(dim) // self._samples
+        if part.shape != (*self.tensor.shape[:dim], of_each * samples, *self.tensor.shape[dim + 1 :]):
+            shape, first = (" x ".join(map(str, each.shape)) for each in (part, self.tensor))
+            raise UsageError(
+                f"batch_slices: the model returns a tensor ({shape}) for {samples} samples. By its first "
+                f"slice, a batch of {self._samples} has ({first}). Return as much for each sample: "
+                "pad_packed_sequence has total_length for that."
+            )
         rows.copy_(part.reshape(rows.shape))
 
     def whole(self) -> torch.Tensor:
