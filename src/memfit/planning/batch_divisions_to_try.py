@@ -7,7 +7,7 @@ allocated
   └───────────── parts
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -98,7 +98,11 @@ class BatchDivisionsToTry:
             self._bases.floors.parts = 1
 
     def leave_loop(
-        self, found: PlanRun, bases: list[CheckpointingBase], ran: Callable[[], list[PlanRun]]
+        self,
+        found: PlanRun,
+        bases: list[CheckpointingBase],
+        ran: Sequence[PlanRun],
+        search: Callable[[list[CheckpointingBase]], object],
     ) -> PlanRun:
         """Return the fastest plan that fits and leaves the loop as it is; ``found`` if there is none.
 
@@ -106,14 +110,29 @@ class BatchDivisionsToTry:
             found: the fastest plan that fits.
             bases: of the search; smaller parts are made where slices need more than micro-batches, and
                 where all that fit are tight.
-            ran: returns all plans that ran.
+            ran: before the plans that were tried.
+            search: runs the fastest plans of bases within the budget of the runs: less than it is, by what
+                slices needed more than the micro-batches of a base.
         """
-        chosen = self._sliced.fastest(found, ran())
+
+        def fastest() -> PlanRun:
+            return self._sliced.fastest(found, [*ran, *self._runs.tried])
+
+        chosen = fastest()
         while self.left and not self._sliced.refused:
             if not is_made_by_loop(chosen.change) and self._runs.fits(chosen):
                 break
             bases += self.make(bases[0], bases[-1])
-            chosen = self._sliced.fastest(found, ran())
+            chosen = fastest()
+        self.left, budget = [], self._runs.budget
+        for base in bases:
+            more = self._sliced.more.get(base.change.parts, 0)
+            self._runs.chosen = None if is_made_by_loop(chosen.change) else chosen
+            if more and (self._runs.chosen is None or base.run.time < chosen.time - WORTH):
+                self._runs.budget -= more
+                search([base])
+                self._runs.budget = budget
+                chosen = fastest()
         return chosen
 
     def divided_in_model(self, bases: Iterable[CheckpointingBase], optimizer: int | None) -> PlanRun | None:

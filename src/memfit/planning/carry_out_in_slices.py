@@ -28,6 +28,8 @@ class SlicedPlans:
     def __init__(self, runs: PlanRuns, budget: int, again: float) -> None:
         self._runs, self._budget, self._again = runs, budget, again
         self._made: dict[Change, PlanRun] = {}
+        self.more: dict[int, int] = {}
+        """By parts: bytes that slices needed more than micro-batches, where they did not fit."""
         self.refused = False
         """Whether the model's batches cannot be divided inside its call."""
 
@@ -38,7 +40,6 @@ class SlicedPlans:
             found: the fastest plan that fits.
             ran: all plans that ran.
         """
-        more: dict[int, int] = {}  # by parts: bytes that slices needed more than micro-batches
         tight: list[PlanRun] = []
         fitting = [run for run in ran if run.needs.bytes <= self._budget and run.time >= found.time]
         for plan in sorted({id(each): each for each in (found, *fitting)}.values(), key=attrgetter("time")):
@@ -49,7 +50,7 @@ class SlicedPlans:
                 tight.append(plan)
                 continue
             self.refused |= divided.dim is None
-            if self.refused or plan.needs.bytes + more.get(divided.count, 0) > self._budget:
+            if self.refused or plan.needs.bytes + self.more.get(divided.count, 0) > self._budget:
                 continue
             sliced = self._run(plan)
             if sliced is None:
@@ -57,7 +58,7 @@ class SlicedPlans:
             elif self._runs.fits(sliced):
                 return self._with_more_kept(sliced, plan)
             else:
-                more[divided.count] = sliced.needs.bytes - plan.needs.bytes
+                self.more[divided.count] = sliced.needs.bytes - plan.needs.bytes
                 tight += [sliced] * (sliced.needs.bytes <= self._budget)
         return tight[0] if tight else found
 

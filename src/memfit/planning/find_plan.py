@@ -236,8 +236,8 @@ class _OperationSearch(PlanSearch):
         chosen: PlanRun | None = found
         if is_made_by_loop(found.change):
             self._in_loop = None if self._divisions.only_in_model else self._divisions.made_by_loop(found)
-            best = self._divisions.leave_loop(found, bases, lambda: [*self._ran, *self._runs.tried])
-            self._divisions.left, self._runs.chosen = [], None if is_made_by_loop(best.change) else best
+            best = self._divisions.leave_loop(found, bases, self._ran, self._search)
+            self._runs.chosen = None if is_made_by_loop(best.change) else best
             chosen = self._search([base for base in bases if base.change.parts == 1])
             if chosen is None or chosen.time > self._allowed.slowdown:
                 chosen = self._in_loop or chosen
