@@ -3,8 +3,12 @@
 import pytest
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.run_changes_on_ghost import PlanRuns, replayable_run_of_trial
-from memfit.records import Action, Change
+from memfit.planning.run_changes_on_ghost import (
+    PlanRuns,
+    replayable_run_of_trial,
+    seconds_to_run_model_again,
+)
+from memfit.records import Action, Change, Operation, StepOperations
 from support.planned_script import DEVICE
 from support.traces import BASE, trace_of
 
@@ -41,3 +45,14 @@ def test_a_run_needs_no_memory_for_what_pytorch_releases_where_memory_is_short()
     runs = PlanRuns(unused, 1 << 40, tune=False)
     found = runs.needs([replayable_run_of_trial(TrialResult(trace))], Change(), 1.0)
     assert found.needs.bytes == 640 * MIB + OUTSIDE
+
+
+@pytest.mark.parametrize(("last", "seconds"), [(4, 0.0), (4000, 2.0)], ids=["loss", "outputs"])
+def test_a_model_whose_loss_the_loop_divides_runs_once_in_slices(last, seconds):
+    def operation(call, source, *creates):
+        return Operation("op", call, source, (), creates, (), 0, 0, "float32", False, 0.0, 0)
+
+    forward = operation(0, -1, 0), operation(0, -1, 1), operation(-1, -1, 2)
+    backward = tuple(operation(-1, source, 3) for source in (2, 1, 0))
+    step = StepOperations((4000, last, 4, 4000), (), forward, backward)
+    assert seconds_to_run_model_again(step, lambda _: 1.0) == seconds

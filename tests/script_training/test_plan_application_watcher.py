@@ -78,6 +78,16 @@ def test_a_model_that_a_closure_calls_first_is_refused_before_the_first_step(tra
     assert "NOT APPLIED at script.py:7: batch_slices: the model combines samples" in trained.err
 
 
+def test_a_script_that_catches_a_refusal_has_not_trained(train, plan_file):
+    script = STEPS.replace("Linear(4, 4))", "Linear(4, 4), torch.nn.BatchNorm1d(4))")
+    begin = script.index("    model(torch")
+    tried = "".join(f"    {line}\n" for line in script[begin:].splitlines())
+    script = f"{script[:begin]}    try:\n{tried}    except Exception:\n        print('skipped')\n"
+    trained = train(script, plan_file({"batch_slices": {"count": 2}}))
+    assert (trained.code, trained.out) == (3, "trains\nskipped\n"), trained.err
+    assert "NOT APPLIED: no optimizer has made a step" in trained.err
+
+
 def test_a_script_trains_as_far_as_it_goes_and_the_last_line_says_what_was_left_out(train, plan_file):
     plan = plan_file(SUITS, **IN_LOOP)
     trained = train(STEPS, plan, as_far=True)

@@ -56,6 +56,18 @@ CASES = {
         lambda s, x: s.logits(torch.cat([x, x.flip(-1)]) + torch.rand(1) * 0),
         loss=lambda out: (out * out.roll(1, 0)).mean(),
     ),
+    "one number for each sample": Case(lambda s, x: s.head(s.up(x)).mean((1, 2))[:, None].sigmoid()),
+    "a mask made anew": Case(
+        lambda s, x: setattr(s, "mask", torch.ones(4, 1).tril()) or s.logits(x * s.mask)
+    ),
+    "not a number": Case(Of.logits, prepare=lambda model: setattr(model, "best", float("nan"))),
+    "an input that requires a gradient in the forward": Case(
+        lambda s, x: s.logits(x.detach().clone().requires_grad_()).square().mean(), loss=same
+    ),
+    "infinite where it is masked": Case(
+        lambda s, x: s.logits(x).masked_fill(torch.eye(4, CLASSES) > 0, -torch.inf),
+        loss=lambda out: out.exp().mean(),
+    ),
     "a shape of the last call": Case(lambda s, x: setattr(s, "shape", x.shape) or s.logits(x)),
     "keywords only": Case(
         lambda s, *, b, x: s.logits(x + b),

@@ -11,7 +11,18 @@ from torch.utils._pytree import tree_leaves
 
 from memfit import BatchSlices
 from memfit.errors import UsageError
-from support.slice_cases import WIDTH, Case, Of, entropy, expect_equal, images, same, trained, with_labels
+from support.slice_cases import (
+    CLASSES,
+    WIDTH,
+    Case,
+    Of,
+    entropy,
+    expect_equal,
+    images,
+    same,
+    trained,
+    with_labels,
+)
 
 
 def keeping(model):
@@ -40,6 +51,18 @@ REFUSED = {
     ),
     "less its mean, with numbers drawn in evaluation": (
         Case(lambda s, x: F.dropout(s.logits(x) - s.logits(x).mean(0), training=True)),
+        "combines samples",
+    ),
+    "divided by its deviation, which one sample lacks": (
+        Case(lambda s, x: s.logits(x) / (s.logits(x).var(0, correction=0) / (len(x) - 1)).sqrt()),
+        "for each alone, in where it is finite",
+    ),
+    "less its mean, some infinite": (
+        Case(
+            lambda s, x: (s.logits(x) - s.logits(x).mean(0)).masked_fill(
+                torch.eye(4, CLASSES) > 0, -torch.inf
+            )
+        ),
         "combines samples",
     ),
     "mixed in random order": (
@@ -264,3 +287,11 @@ def test_layers_that_are_skipped_at_random_do_not_combine_samples(seed):
     BatchSlices(2).apply(model)
     random.seed(seed)
     model(torch.randn(4, 4, WIDTH)).sum().backward()
+
+
+def test_a_call_with_other_parameters_is_refused():
+    model = Of(Of.logits)
+    BatchSlices(2).apply(model)
+    others = {name: each - 0.1 for name, each in model.named_parameters()}
+    with pytest.raises(UsageError, match="called with another tensor as its parameter position"):
+        torch.func.functional_call(model, others, (torch.randn(4, 4, WIDTH),))

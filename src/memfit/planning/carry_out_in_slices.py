@@ -116,7 +116,9 @@ def change_to_slices(change: Change, kept: int = 1) -> Change:
 
 
 def dimension_of_samples(whole: StepInputs | None, parts: StepInputs | None, count: int) -> int | None:
-    """Return along which dimension of a model's inputs samples lie; None if they have none in common.
+    """Return along which dimension of a model's first input samples lie; None if that cannot be seen.
+
+    Slices find those of the others, such as a recurrent state, themselves.
 
     >>> one, half = StepInputs(shapes=((35, 20), (20,))), StepInputs(shapes=((35, 10), (10,)))
     >>> dimension_of_samples(one, half, 2)
@@ -124,14 +126,13 @@ def dimension_of_samples(whole: StepInputs | None, parts: StepInputs | None, cou
     """
     if whole is None or parts is None:
         return None
-    dims = {
-        dim
-        for one, part in zip(whole.shapes, parts.shapes, strict=False)
-        for dim, (size, smaller) in enumerate(zip(one, part, strict=False))
-        if len(one) > 1 and len(one) == len(part) and size == count * smaller != smaller
-    }
-    vectors = any(
-        len(one) == len(part) == 1 and one != part
-        for one, part in zip(whole.shapes, parts.shapes, strict=False)
-    )
-    return dims.pop() if len(dims) == 1 else 0 if vectors and not dims else None
+    vectors = False
+    for one, part in zip(whole.shapes, parts.shapes, strict=False):
+        if len(one) != len(part) or one == part:
+            continue
+        if len(one) > 1:
+            pairs = enumerate(zip(one, part, strict=True))
+            dims = [dim for dim, (size, smaller) in pairs if size == count * smaller != smaller]
+            return dims[0] if len(dims) == 1 else None
+        vectors = True
+    return 0 if vectors else None

@@ -219,11 +219,24 @@ def host_copy_time_estimator(device: Device) -> Callable[[int], float]:
     return lambda size: 2 * size / device.host_bandwidth
 
 
+_NUMBER = 8
+"""Bytes of one number at most."""
+
+
 def seconds_to_run_model_again(step: StepOperations, seconds: Callable[[Operation], float]) -> float:
-    """Return the seconds of the model's forward; 0 if it returns its loss: slices then run once."""
+    """Return the seconds of the model's forward; 0 if it returns its loss: slices then run once.
+
+    The loop may divide the loss, as transformers' Trainer does.
+    """
     last = max((operation.source for operation in step.backward), default=-1)
     if last >= 0 and step.forward[last].call >= 0:
         return 0.0
+    inside = {operation.source for operation in step.backward if step.forward[operation.source].call >= 0}
+    if inside:
+        result = step.forward[max(inside)]
+        sizes = [step.storages[storage] for storage in result.creates]
+        if result.single or (sizes and max(sizes) <= _NUMBER):
+            return 0.0
     return sum(seconds(operation) for operation in step.forward if operation.call >= 0)
 
 

@@ -169,9 +169,11 @@ class PlanApplicationWatcher:
 
     def end(self) -> bool:
         """Say what was not applied in the end, and return whether the script may end well."""
-        self._has_stepped = True
+        trained, self._has_stepped = self._has_stepped, True
         if not self._has_stopped:
             self._say_missing()
+            if self.carried_out.plan and not trained and not self._missing():
+                self._say("NOT APPLIED: no optimizer has made a step")
         missing = self._missing()
         return not missing or (self._as_far and _NO_MODEL not in missing)
 

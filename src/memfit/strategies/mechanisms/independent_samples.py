@@ -7,6 +7,7 @@ that follows is as it would be.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from memfit.random_state import DrawnRandomNumbers
 from memfit.strategies.mechanisms.constant_draws import ConstantDraws
 from memfit.strategies.mechanisms.forward_side_effects import ADVICE, SideEffects
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
-from memfit.strategies.mechanisms.inspect_tensors import leaf_beside, tensors_in_object
+from memfit.strategies.mechanisms.inspect_tensors import leaves_beside, tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import OutputLayouts, SamplesInOutput
 from memfit.strategies.mechanisms.loss_divisor import LossRule
 from memfit.strategies.mechanisms.slice_parameters import (
@@ -121,10 +122,20 @@ def _rule(
                 f"batch_slices: the model returns one of its parameters ({' x '.join(map(str, one.shape))}), "
                 f"which has no row for each sample. Read it from the model in the training loop. {ADVICE}"
             )
+    for one, other in zip(single[0][0], single[1][0], strict=True):
+        if isinstance(one, torch.Tensor) and one.shape != other.shape:
+            shapes = " and ".join(f"({' x '.join(map(str, each.shape))})" for each in (one, other))
+            raise UsageError(
+                f"batch_slices: the model returns tensors of other sizes for two samples: {shapes}. Return "
+                f"as much for each: pad_packed_sequence has total_length for that. {ADVICE}"
+            )
     rule = None
     if (place := place_of_loss(pair)) is not None:
         losses = [each[place] for each, _ in outputs]
-        if leaves and (leaf := leaf_beside(losses[0], leaves)) is not None:
+        made_before = {id(each) for each in leaves_beside(losses[1], leaves)}  # not in each call anew
+        for leaf in leaves_beside(losses[0], leaves) if leaves else ():
+            if id(leaf) not in made_before:
+                continue
             raise UsageError(
                 "batch_slices: the model returns its loss, which depends on a tensor that requires a "
                 f"gradient ({tuple(leaf.shape)}) and is neither a parameter nor an argument of the "
@@ -166,8 +177,11 @@ def keeping_shapes_alone() -> AbstractContextManager[Any]:
 
 
 def _shape_alone(saved: torch.Tensor) -> torch.Tensor:
-    """Return something of a tensor's shape, and of no size; the number itself if it is one."""
-    return saved if saved.numel() <= 1 else saved.new_empty(()).expand(saved.shape)
+    """Return something of a tensor's shape, and of no size; the number if it is one.
+
+    Not the tensor itself: an operation would hold its own result then, for good.
+    """
+    return saved.detach() if saved.numel() <= 1 else saved.new_empty(()).expand(saved.shape)
 
 
 def _expect_equal_values(
@@ -191,9 +205,10 @@ def _expect_equal_values(
         else:
             continue
         if off > low:
+            extent = "in where it is finite" if off == inf else f"by {off:.0%}"
             raise UsageError(
                 "batch_slices: the model combines samples with each other: what it returns for two samples "
-                f"of the batch differs from what it returns for each alone, by {off:.0%}. "
+                f"of the batch differs from what it returns for each alone, {extent}. "
                 "If samples do not lie along dimension 0 of its inputs, pass dim=...; otherwise, leave out "
                 "batch_slices."
             )
@@ -201,9 +216,12 @@ def _expect_equal_values(
 
 
 def _difference(joined: torch.Tensor, whole: torch.Tensor) -> float:
-    """Return by how much two outputs differ, relative to the norm of the second."""
+    """Return by how much two outputs differ, relative to the norm of the second; without what is infinite."""
     with torch.no_grad():
-        off, size = (each.double().norm() for each in (joined - whole, whole))
+        finite = whole.isfinite()
+        if not torch.equal(joined.isfinite(), finite):
+            return inf
+        off, size = (each.double().norm() for each in ((joined - whole)[finite], whole[finite]))
     return float(off / size) if off else 0.0
 
 

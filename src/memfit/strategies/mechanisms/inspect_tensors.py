@@ -41,8 +41,8 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from inner_tensors(part)
 
 
-def leaf_beside(loss: torch.Tensor, known: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Return a tensor that a loss depends on and would give a gradient, beside the known ones; None if none.
+def leaves_beside(loss: torch.Tensor, known: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a loss depends on and would give a gradient, beside the known ones.
 
     Tensors without elements, which make PyTorch's functions differentiable, do not count.
     """
@@ -56,11 +56,10 @@ def leaf_beside(loss: torch.Tensor, known: Iterable[torch.Tensor]) -> torch.Tens
         node: Any = waiting.pop()
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, torch.Tensor) and leaf.numel() and id(leaf) not in ids:
-            return leaf
+            yield leaf
         ahead = {each for each, _ in getattr(node, "next_functions", ())} - seen - {None}
         seen |= ahead
         waiting += ahead
-    return None
 
 
 def independent_tensor_copy(tensor: torch.Tensor) -> torch.Tensor:

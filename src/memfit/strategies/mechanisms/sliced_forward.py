@@ -68,6 +68,7 @@ class SlicedForward(WrappedForward):
         if not sizes[1:]:
             return forward(*args, **kwargs)
         expect_independent_layers(self.module)
+        self._expect_own_parameters()
         passed = self._kind_of(as_passed)
         if passed not in self._rules:
             self._learn(passed, as_passed, samples, len(args))
@@ -94,6 +95,19 @@ class SlicedForward(WrappedForward):
                 sizes[number],
             )
         return outputs.whole()
+
+    def _expect_own_parameters(self) -> None:
+        """Refuse other parameters for one call: a slice that runs again would have the module's own.
+
+        Raises:
+            UsageError: the model has such.
+        """
+        for name, each in self.module.named_parameters():
+            if not isinstance(each, nn.Parameter) and not is_sharded(self.module):
+                raise UsageError(
+                    f"batch_slices: the model is called with another tensor as its parameter {name} "
+                    f"(torch.func.functional_call), which a slice that runs again would not have. {ADVICE}"
+                )
 
     def _kind_of(self, call: Mapping[Any, Any]) -> Any:
         """Return what decides how a model behaves: its mode, which arguments it gets, hooks on its layers."""

@@ -25,7 +25,7 @@ from memfit.strategies.mechanisms.in_place_gradient_accumulation import (
     autocast_dtype,
     autocast_to,
 )
-from memfit.strategies.mechanisms.inspect_tensors import leaf_beside, tensor_version
+from memfit.strategies.mechanisms.inspect_tensors import leaves_beside, tensor_version
 
 Loss = Callable[[Any, tuple[torch.Tensor, ...]], Any]
 """Takes the module's result and the targets of a slice; returns a sum, or a pair of a sum and its divisor."""
@@ -106,7 +106,7 @@ class SlicedLoss:
             if not loss.requires_grad:  # a constant, where nothing in the slice counts
                 continue
             if not differentiable:
-                if (leaf := leaf_beside(loss, (part, *wanted))) is not None:
+                for leaf in leaves_beside(loss, (part, *wanted)):
                     raise UsageError(
                         f"ChunkedHead: head or loss use a tensor of shape {tuple(leaf.shape)} that requires "
                         "a gradient and is not a parameter of the head: its gradient would be lost. Detach "
