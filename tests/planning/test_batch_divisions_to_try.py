@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from memfit.analysis.trial_result import TrialResult
@@ -169,11 +170,12 @@ class Sliced(BatchedScript):
 
     Args:
         more: MiB that slices need beside the micro-batches, by their number.
+        less: MiB that they need less if something is recomputed.
     """
 
-    def __init__(self, more):
+    def __init__(self, more, less=0):
         super().__init__()
-        self.more_in_slices, self.sliced = more, []
+        self.more_in_slices, self.less, self.sliced = more, less, []
         for size, step in self.steps.items():
             self.steps[size] = replace(step, samples=StepInputs(shapes=((size, 8),)))
         self.step = self.steps[128]
@@ -185,17 +187,20 @@ class Sliced(BatchedScript):
         count = slices["count"]
         self.sliced.append(count)
         peak = CheckpointChooser(self.steps[128 // count], work).plain_peak
+        peak -= self.less * MIB if "checkpointing" in change.plan else 0
         return TrialResult(needing(-(-peak // MIB) + self.more_in_slices[count]), ("Net (optimizer: t:1)",))
 
 
-def test_where_slices_are_tight_smaller_ones_are_tried():
+@pytest.mark.parametrize(("less", "count"), [(0, 4), (40, 2)], ids=["smaller", "recomputed"])
+def test_where_slices_are_tight_smaller_ones_are_tried_and_more_is_recomputed(less, count):
     halves = CheckpointChooser(Sliced({}).steps[64], work).plain_peak // MIB
     room = halves + round(SPREAD * OUTSIDE) // MIB + 20  # within which the micro-batches are not tight
-    script = Sliced({2: 40, 4: 0})
+    script = Sliced({2: 40, 4: 0}, less)
     found = find(assumed(script), room * MIB + OUTSIDE)
-    assert script.divided == [2, 4]
-    assert (found.chosen.change.plan, found.is_tight) == ({"batch_slices": {"count": 4}}, False)
-    assert script.sliced == [2, 4]
+    assert script.divided == script.sliced == [2, 4, 2]  # the last recomputes what leaves room for slices
+    chosen = found.chosen.change.plan
+    assert (chosen["batch_slices"], "checkpointing" in chosen) == ({"count": count}, count == 2)
+    assert not found.is_tight
 
 
 def test_where_only_bits_count_batches_stay_whole():
