@@ -1,5 +1,7 @@
 """Batch slices equal the whole batch: the loss, and the gradients of parameters and inputs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -67,6 +69,11 @@ CASES = {
     "infinite where it is masked": Case(
         lambda s, x: s.logits(x).masked_fill(torch.eye(4, CLASSES) > 0, -torch.inf),
         loss=lambda out: out.exp().mean(),
+    ),
+    "transformers' cache": Case(
+        lambda s, x: (s.logits(x), SimpleNamespace(keys=x) if s.config.use_cache else None),
+        loss=lambda out: out[0].square().mean(),
+        prepare=lambda model: setattr(model, "config", SimpleNamespace(use_cache=True)),
     ),
     "a shape of the last call": Case(lambda s, x: setattr(s, "shape", x.shape) or s.logits(x)),
     "keywords only": Case(

@@ -9,7 +9,8 @@ The loop sees one call of the model and one backward pass. Gradients are the sum
 same terms, added in another order. A dropped slice is a checkpointed call of the whole model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -158,7 +159,8 @@ class SlicedForward(WrappedForward):
         """Run the forward on a slice: contiguous, as recurrent layers on a GPU need their state."""
         if self.around.dim or any(self._dims.values()):
             args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
-        return self.__wrapped__(*args, **kwargs)
+        with _without_cache(self.module):
+            return self.__wrapped__(*args, **kwargs)
 
     def _samples(self, call: dict[Any, Any]) -> int:
         """Return the number of samples of a call: the rows of its first tensor, or what a list of them has.
@@ -198,6 +200,23 @@ class SlicedForward(WrappedForward):
             )
 
         return {name: exchange(name, argument) for name, argument in call.items()}
+
+
+@contextmanager
+def _without_cache(module: nn.Module) -> Iterator[None]:
+    """Have a model of transformers return no keys and values for later tokens, which cannot be joined.
+
+    So does transformers itself, if it checkpoints.
+    """
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "use_cache", None) is not True:
+        yield
+        return
+    config.use_cache = False
+    try:
+        yield
+    finally:
+        config.use_cache = True
 
 
 def _other_dimensions(call: Mapping[Any, Any], samples: int, usual: int) -> dict[Any, int]:
