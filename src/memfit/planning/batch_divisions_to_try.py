@@ -37,6 +37,9 @@ from memfit.units import format_gib
 _PAYS = 0.95
 """Slices of half the size are tried where the last ones have left no more than this of what a run needs."""
 
+_WORTH_MORE_RUNS = 0.05
+"""Of a step: what a plan must be able to save to be searched once more, which takes several runs."""
+
 
 class BatchDivisionsToTry:
     """The divisions that are left for one base after the other.
@@ -128,7 +131,7 @@ class BatchDivisionsToTry:
         for base in bases:
             more = self._sliced.more.get(base.change.parts, 0)
             self._runs.chosen = None if is_made_by_loop(chosen.change) else chosen
-            if more and (self._runs.chosen is None or base.run.time < chosen.time - WORTH):
+            if more and (self._runs.chosen is None or base.run.time < chosen.time - _WORTH_MORE_RUNS):
                 self._runs.budget -= more
                 search([base])
                 self._runs.budget = budget
