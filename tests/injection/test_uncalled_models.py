@@ -1,4 +1,4 @@
-"""Models of which a script calls layers alone are named until it calls the model."""
+"""A model is named if the script calls its layers, until the script calls the model itself."""
 
 import copy
 
