@@ -8,6 +8,7 @@ PyTorch checks ten times a second. Without this, a run's peak would depend on th
 Source: ``stashed_for_allocator_safety_``, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, PyTorch 2.14.
 """
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +22,12 @@ _COLLECTIVES = Patch(
     "*",
     why="release the tensors of a collective when it is issued (methods that return c10d::Work)",
     source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp",
+)
+_REDUCER = Patch(
+    "torch.distributed:Reducer",
+    *("prepare_for_backward", "_rebuild_buckets"),
+    why="release the first buckets of DistributedDataParallel before it rebuilds them",
+    source="rebuildBuckets, torch/csrc/distributed/c10d/reducer.cpp",
 )
 _WORK = Patch("torch.distributed:Work", "wait", "synchronize", why="see which collectives a script awaits")
 
@@ -57,6 +64,7 @@ class CollectiveWatcher:
         for name in _WORK.names:
             _WORK.wrap(name, self._note_wait)
         _COLLECTIVES.wrap("_start_coalescing", self._start)
+        release_before_rebuilding()
 
     def remove(self) -> None:
         """Leave all collectives as they are from now on."""
@@ -129,3 +137,31 @@ def wait_until_collectives_released() -> None:
             backend = group._get_backend(device)
             if isinstance(backend, nccl):
                 backend._wait_for_pending_works()
+
+
+@functools.cache
+def release_before_rebuilding() -> None:
+    """Have DistributedDataParallel's first buckets released before a forward puts others in their place.
+
+    It does so once, in the forward after the first reduction. If that is of the same step, the watchdog may
+    or may not have looked: the peak would hold all gradients once more, or not.
+    """
+    import torch
+
+    reduces: weakref.WeakSet[Any] = weakref.WeakSet()
+    released: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def prepare(original: Callable[..., None], reducer: Any, *args: Any) -> None:
+        reduces.add(reducer)
+        original(reducer, *args)
+
+    def rebuild(original: Callable[..., bool], reducer: Any) -> bool:
+        if reducer in reduces and reducer not in released:
+            released.add(reducer)
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()
+            wait_until_collectives_released()
+        return original(reducer)
+
+    _REDUCER.wrap("prepare_for_backward", prepare)
+    _REDUCER.wrap("_rebuild_buckets", rebuild)
