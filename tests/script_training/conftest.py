@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support import warm_process
 from support.new_processes import run_python, start_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +32,10 @@ class Trained:
 def python(tmp_path):
     """Return a function that runs Python in an empty folder; ``on`` says what stands in for a GPU."""
 
-    def run(*arguments, on="cpu", **environment):
+    def run(*arguments, on="cpu", start=run_python, **environment):
         digest = tmp_path / "digest"
         variables = variables_of(on, digest) | environment
-        done = run_python(*arguments, cwd=tmp_path, timeout=300, **variables)
+        done = start(*arguments, cwd=tmp_path, **variables)
         found = digest.read_text() if digest.exists() else ""
         digest.unlink(missing_ok=True)
         return Trained(done.returncode, done.stdout, done.stderr, found)
@@ -56,12 +57,14 @@ def plan_file(tmp_path):
 
 @pytest.fixture
 def train(python, tmp_path):
-    """Return a function that trains a script in the test's folder."""
+    """Return a function that trains a script in the test's folder; on the CPU in a fork of a warm process."""
 
-    def run(script, plan, *arguments, as_far=False, **options):
+    def run(script, plan, *arguments, as_far=False, on="cpu", warm=True, **environment):
         (tmp_path / "script.py").write_text(textwrap.dedent(script))
-        flags = ["--as-far-as-it-goes"] * as_far
-        return python("-m", "memfit", "train", "--plan", plan, *flags, "script.py", *arguments, **options)
+        command = ("--plan", plan, *["--as-far-as-it-goes"] * as_far, "script.py", *arguments)
+        if on == "cpu" and warm:
+            return python(*command, start=warm_process.train, **environment)
+        return python("-m", "memfit", "train", *command, on=on, **environment)
 
     return run
 
@@ -72,9 +75,12 @@ def train_on(tmp_path):
 
     def run(ranks, script, plan, *arguments, on="cpu", timeout=240):
         (tmp_path / "script.py").write_text(textwrap.dedent(script))
-        command = ["-m", "memfit", "train", "--plan", plan, "script.py", *arguments]
+        command = ["--plan", plan, "script.py", *arguments]
         variables = variables_of(on, os.devnull)
-        ended = start_ranks(ranks, command, tmp_path, timeout, **variables)
+        if on == "cpu":
+            ended = warm_process.train_ranks(ranks, *command, cwd=tmp_path, seconds=timeout, **variables)
+        else:
+            ended = start_ranks(ranks, ["-m", "memfit", "train", *command], tmp_path, timeout, **variables)
         return [Trained(*each, "") for each in ended]
 
     return run

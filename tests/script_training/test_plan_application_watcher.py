@@ -114,7 +114,7 @@ def test_a_script_trains_as_far_as_it_goes_and_the_last_line_says_what_was_left_
         ),
         (
             SUITS,
-            {"optimizer": 1},
+            {"optimizer": 1, "command": ["script.py", "--lr", "3"]},
             "NOT APPLIED: no optimizer of this process has taken the parameters of a model",
         ),
         ({"optimizer_state": {"bits": 8}}, {}, "NOT APPLIED: .*SGD"),
@@ -128,9 +128,12 @@ def test_a_model_without_the_plan_stops_the_script_before_its_first_step(
     trained = train(STEPS, plan, "--lr", "3")
     assert (trained.code, trained.out.replace("trains\n", "")) == (3, ""), trained.err
     assert re.search(says, trained.err)
+    advice = f"Leave that out of {plan}"
+    if "command" in fields:  # memfit wrote the plan
+        advice = f"Make a plan for this command (memfit plan -o {plan} script.py --lr 3)"
     assert (
-        f"memfit: stopped before the first step. Make a plan for this command (memfit plan -o {plan} "
-        "script.py --lr 3), or train with --as-far-as-it-goes, which leaves out what cannot be applied.\n"
+        f"memfit: stopped before the first step. {advice}, or train with --as-far-as-it-goes, which leaves "
+        "out what cannot be applied.\n"
     ) in trained.err
 
 
@@ -194,6 +197,14 @@ def test_what_the_first_batch_shows_stops_the_script_and_says_where(train, plan_
     far = train(script, plan, as_far=True)
     assert far.code == 1
     assert "Traceback" in far.err
+
+
+def test_what_a_later_step_does_stops_the_script_and_says_where(train, plan_file):
+    script = textwrap.dedent(STEPS) + f"model(torch.ones(2, 4)){SECOND}\n"
+    trained = train(script, plan_file({"batch_slices": {"count": 2}}))
+    assert (trained.code, trained.out) == (3, "trains\nstepped\n"), trained.err
+    assert "memfit: stopped during training at script.py:9: batch_slices: a second derivative" in trained.err
+    assert "Traceback" not in trained.err
 
 
 def test_a_script_that_swallows_the_stop_does_not_train(train, plan_file):

@@ -4,6 +4,8 @@ import textwrap
 
 import pytest
 
+from support import warm_process
+
 pytestmark = pytest.mark.process
 
 SCRIPT = """
@@ -43,6 +45,6 @@ def test_a_saved_model_loads_where_only_its_own_classes_are_allowed(
 ):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    trained = python("-m", "memfit", "train", "--plan", plan_file(settings), script)
+    trained = python("--plan", plan_file(settings), script, start=warm_process.train)
     assert trained.code == 0, trained.err
     assert f"planned {planned}" in trained.out

@@ -12,6 +12,7 @@ from memfit.cli.main import run_command
 from memfit.planning.plan_file import read_plan
 from memfit.records import Change
 from memfit.script_training.plan_application_watcher import automatic_part_of_change, changes_left_to_user
+from support import warm_process
 
 pytestmark = pytest.mark.process
 
@@ -44,7 +45,7 @@ def losses(text):
     return [line for line in text.splitlines() if "loss" in line and "runtime" not in line]
 
 
-SLOW = {"gpt.py", "hf_trainer.py", "lstm.py", "mlp.py"}
+SLOW = {"gpt.py", "hf_trainer.py", "unet.py"}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_losses_and_parameters_are_those_of_the_script_alone(python, plan_file, 
     alone = python(EXAMPLES / script, *arguments)
     assert alone.code == 0, alone.err
     plan = plan_file(settings)
-    trained = python("-m", "memfit", "train", "--plan", plan, EXAMPLES / script, *arguments)
+    trained = python("--plan", plan, EXAMPLES / script, *arguments, start=warm_process.train)
     assert trained.code == 0, trained.err
     assert "memfit: applied to " in trained.err
     assert "NOT APPLIED" not in trained.err
@@ -134,7 +135,7 @@ SUITS = {"checkpointing": {"regions": [{"modules": ["0"]}]}}
 def test_a_script_sees_what_it_sees_under_python_but_for_the_allocators_settings(python, train, plan_file):
     expandable = "expandable_segments:True"
     plan = plan_file({}, allocator=expandable)
-    trained = train(PRINTS, plan, "--lr", "3", PYTORCH_ALLOC_CONF="backend:native")
+    trained = train(PRINTS, plan, "--lr", "3", warm=False, PYTORCH_ALLOC_CONF="backend:native")
     assert trained.code == 0, trained.err
     assert trained.out == python("script.py", "--lr", "3", PYTORCH_ALLOC_CONF=expandable).out
 
@@ -153,7 +154,7 @@ def test_a_script_sees_what_it_sees_under_python_but_for_the_allocators_settings
     ],
 )
 def test_a_script_ends_as_under_python(train, plan_file, tmp_path, end, code, says):
-    trained = train(f"{PRINTS}    {end}\n", plan_file(SUITS))
+    trained = train(f"{PRINTS}    {end}\n", plan_file(SUITS), warm=False)
     assert trained.code == code
     assert says.format(script=tmp_path / "script.py") in trained.err
 
@@ -169,7 +170,7 @@ def test_a_script_whose_updates_would_not_be_its_own_is_ended(python, plan_file)
     """It clips gradients that were used for updates in the backward."""
     plan = plan_file({"optimizer_state": {"step_in_backward": True}})
     script, arguments = EXAMPLES / "lstm.py", ["--steps", "2", "--batch-size", "4", "--length", "8"]
-    trained = python("-m", "memfit", "train", "--plan", plan, script, *arguments)
+    trained = python("--plan", plan, script, *arguments, start=warm_process.train)
     assert trained.code == 3
     assert "step 0" not in trained.out
     assert re.search(

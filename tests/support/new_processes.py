@@ -38,25 +38,28 @@ def start_memfit(
     )
 
 
-def start_ranks(ranks, command, cwd, timeout=240, **environment):
-    """Run Python as the ranks of a job, as torchrun does; return the code, output and errors of each."""
+def variables_of_ranks(ranks):
+    """Return the environment of each rank of a job, as torchrun makes it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    started = []
-    for rank in range(ranks):
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
-        variables = {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, *map(str, command)],
-                cwd=cwd,
-                env=os.environ | variables | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+    job = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def start_ranks(ranks, command, cwd, timeout=240, **environment):
+    """Run Python as the ranks of a job, as torchrun does; return the code, output and errors of each."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            cwd=cwd,
+            env=os.environ | variables | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
+        for variables in variables_of_ranks(ranks)
+    ]
     try:
         return [(each.returncode, *texts) for each in started if (texts := each.communicate(timeout=timeout))]
     finally:

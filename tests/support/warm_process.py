@@ -7,7 +7,8 @@
              <────────────────────────────── exit code ─ report
 
 A dry run of a small script spends nine tenths of its processor time on two Pythons and the import of PyTorch.
-``verify_on_cpu()`` runs ``memfit verify`` likewise, in forks of a second process, whose PyTorch sees no GPU.
+``verify_on_cpu()`` runs ``memfit verify`` likewise, in forks of a second process, whose PyTorch sees no GPU;
+``train()`` runs ``memfit train`` there, after the ``sitecustomize`` of its ``PYTHONPATH``.
 Within ``scripts()``, memfit's functions run scripts in forks of the warm process.
 
 This is for tests of what memfit computes and says. Tests of processes, of what scripts do before they import
@@ -25,8 +26,11 @@ import sys
 import tempfile
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+
+from support.new_processes import variables_of_ranks
 
 SECONDS = 120  # after which a run counts as hanging
 TESTS = str(Path(__file__).parents[1])
@@ -45,6 +49,22 @@ def memfit(*arguments, cwd=None, **environment):
 def verify_on_cpu(*arguments):
     """Run ``memfit verify ARGUMENTS``, as ``memfit`` does, where PyTorch finds no GPU."""
     return _run("verify", ("verify", *arguments), None, {})
+
+
+def train(*arguments, cwd, seconds=SECONDS, **environment):
+    """Run ``memfit train ARGUMENTS``, as ``memfit`` does, where PyTorch finds no GPU."""
+    return _run("train", ("train", *arguments), cwd, environment, seconds)
+
+
+def train_ranks(ranks, *arguments, cwd, seconds, **environment):
+    """Run ``memfit train ARGUMENTS`` as the ranks of a job; return the code, output and errors of each."""
+
+    def run(variables):
+        done = train(*arguments, cwd=cwd, seconds=seconds, **environment, **variables)
+        return done.returncode, done.stdout, done.stderr
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, variables_of_ranks(ranks)))
 
 
 def run(command, *, cwd=None, env=None, **_options):
@@ -132,7 +152,7 @@ def stop():
         process.wait()
 
 
-def _run(kind, arguments, cwd, environment):
+def _run(kind, arguments, cwd, environment, seconds=SECONDS):
     arguments = [str(each) for each in arguments]
     request = {
         "kind": kind,
@@ -143,9 +163,9 @@ def _run(kind, arguments, cwd, environment):
     ours, theirs = socket.socketpair()
     with ours, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         with theirs:
-            control = _control("serve_on_cpu" if kind == "verify" else "serve")
+            control = _control("serve_on_cpu" if kind in {"verify", "train"} else "serve")
             socket.send_fds(control, [b"run"], [out.fileno(), err.fileno(), theirs.fileno()])
-        ours.settimeout(SECONDS)
+        ours.settimeout(seconds)
         ours.sendall(json.dumps(request).encode() + b"\n")
         with ours.makefile("r") as lines:
             pid = int(lines.readline())

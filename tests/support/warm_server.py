@@ -52,12 +52,13 @@ def serve_on_cpu():
         "memfit.api",
         "memfit.cli.main",
         "memfit.injection.inject_plan",
-        "memfit.verification.make_runs_comparable",
+        "memfit.injection.inject_sharding",
+        "memfit.script_training.training_process",
         "memfit.verification.make_runs_comparable",
         "memfit.verification.runs_under_plan",
     ):
         importlib.import_module(module)
-    _serve({"verify": _verify})
+    _serve({"verify": _verify, "train": _train})
 
 
 def _serve(kinds):
@@ -197,6 +198,28 @@ def _verify(argv, leave):
     memfit.verification.runs_under_plan.subprocess = types.SimpleNamespace(
         **{**vars(subprocess), "Popen": popen}
     )
+    sys.argv[:] = ["memfit", *argv]
+    memfit.__main__.main()
+
+
+def _train(argv, _leave):
+    import memfit.__main__
+    from memfit.script_training import training_process
+
+    def execv(_python, command):
+        sys.argv[:] = ["-c", *command[command.index("-c") + 2 :]]
+        try:
+            training_process.main()
+        except SystemExit as end:
+            code = end.code or 0
+        else:
+            code = 0
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+    os.execv = execv
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+    importlib.import_module("sitecustomize")
     sys.argv[:] = ["memfit", *argv]
     memfit.__main__.main()
 

@@ -159,13 +159,17 @@ class PlanApplicationWatcher:
         """Say why the script has failed: the plan does not suit what it does.
 
         Raises:
-            SystemExit: it had not trained.
+            SystemExit: always, but where it may train without a part of the plan, and has not begun to.
         """
-        if not self._has_stepped:
-            lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-            user, _, _ = user_line_with_package_line(reversed(lines)).partition(", in ")
-            line = innermost_line_of_place(user)
-            self._miss(f"NOT APPLIED{f' at {line}' if line else ''}: {error}")
+        lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+        user, _, _ = user_line_with_package_line(reversed(lines)).partition(", in ")
+        line = innermost_line_of_place(user)
+        at = f" at {line}" if line else ""
+        if self._has_stepped:
+            said = any(str(error) in each for each in self._said)
+            why = "" if said else f": {str(error).removesuffix('.')}"
+            self._stop(f"during training{at}{why}")
+        self._miss(f"NOT APPLIED{at}: {error}")
 
     def end(self) -> bool:
         """Say what was not applied in the end, and return whether the script may end well."""
@@ -210,12 +214,12 @@ class PlanApplicationWatcher:
         """
         self._say(text)
         if not self._as_far and not self._has_stepped:
-            file = self._file if self._file.endswith(".json") else "plan.json"  # not over settings
-            again = f"memfit plan -o {shlex.quote(file)} {shlex.join(command_as_typed(self._command))}"
-            self._stop(
-                f"before the first step. Make a plan for this command ({again}), or train with {FLAG}, which "
-                "leaves out what cannot be applied"
-            )
+            advice = f"Leave that out of {self._file}"  # which the user wrote
+            if self._plan.command:
+                again = shlex.join(("memfit", "plan", "-o", self._file, *command_as_typed(self._command)))
+                advice = f"Make a plan for this command ({again})"
+            advice += f", or train with {FLAG}, which leaves out what cannot be applied"
+            self._stop(f"before the first step. {advice}")
 
     def _stop(self, text: str) -> NoReturn:
         self._has_stopped = True
