@@ -44,7 +44,7 @@ def losses(text):
     return [line for line in text.splitlines() if "loss" in line and "runtime" not in line]
 
 
-SLOW = {"gpt.py", "hf_trainer.py", "lstm.py", "mlp.py"}
+SLOW = {"gpt.py", "hf_trainer.py", "lstm.py", "unet.py"}
 
 
 @pytest.mark.parametrize(
