@@ -47,6 +47,12 @@ SAMPLE = [row for row in ROWS if row.set in "DE"] + [
     for row in ROWS
     if row.run == ONE_RUN and row.options[-2:] == ("--rank", "1")
 ]
+SLOW = {
+    "ViT-L/16, batch 64, bfloat16 parameters",
+    "ViT-L/16, batch 64, mixed precision (float16)",
+    "ViT-L/16, one image, Adam stepped in backward",
+}
+"""Rows of the sample that are similar to others of it."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +69,10 @@ def test_no_row_has_the_letter_of_the_published_cards():
     assert "J" not in {row.set for row in ROWS}
 
 
-@pytest.mark.parametrize("row", SAMPLE, ids=lambda row: row.what)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] * (row.what in SLOW), id=row.what) for row in SAMPLE],
+)
 def test_the_figure_equals_that_of_a_real_card(row, runs):
     extra = row.then  # the run that matches the author's; the benchmark shows the other
     result = accuracy.RowResult(row, row.ours(runs, then=bool(extra)), None)

@@ -141,6 +141,7 @@ def test_a_tolerance_is_a_percentage(folder):
     assert "Write it like 1% or 0.5%." in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_whose_processes_use_the_gpu_is_not_checked(tmp_path):
     """Its own figures are not all that it needs: dry-run says INCOMPLETE, with the same exit code."""
     (tmp_path / "worker.py").write_text("import torch\ntorch.ones(1 << 28, device='cuda')\n")

@@ -33,7 +33,7 @@ def script(tmp_path):
     [
         ("plan", "--gpu", "A100-80GB"),
         ("max-batch", "--budget", "600MiB"),
-        ("compare",),
+        pytest.param(("compare",), marks=pytest.mark.slow),
         ("check", "--update"),
     ],
     ids=lambda command: command[0],

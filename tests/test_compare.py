@@ -95,7 +95,9 @@ JOIN = """
     ("name", "by_hand"),
     [
         ("DDP + checkpointing", {"model = memfit.apply(model, PLAN)": "optimizer = torch"}),
-        ("FSDP2", {"model = memfit.apply(model, PLAN)": "optimizer = torch"}),
+        pytest.param(
+            "FSDP2", {"model = memfit.apply(model, PLAN)": "optimizer = torch"}, marks=pytest.mark.slow
+        ),
         (
             "ZeRO-1",
             {
@@ -147,7 +149,11 @@ def test_rows_of_one_gpu_need_what_the_script_needs_under_their_plans_and_are_fo
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("a.toml", "batch_slices = 4"), ("a.py", "batch_slices = 4\n1 / 0")]
+    ("name", "text"),
+    [
+        ("a.toml", "batch_slices = 4"),
+        pytest.param("a.py", "batch_slices = 4\n1 / 0", marks=pytest.mark.slow),
+    ],
 )
 def test_a_row_may_be_a_file_of_settings_for_which_a_dry_run_has_the_same(tmp_path, dry_run, name, text):
     script, settings = tmp_path / "train.py", tmp_path / name

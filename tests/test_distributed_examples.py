@@ -16,8 +16,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "distributed"
 FORKED_RANKS = Path(__file__).parent / "support" / "forked_ranks.py"
 WITH_MEMFIT = {"digits.py"}
 """Tested in test_training_examples.py."""
-SAMPLE = {"ddp.py", "fsdp2.py"}
-"""The scripts that CI runs on the ghost; `make test-slow` runs the others."""
+SAMPLE = {"ddp.py"}
+"""The script that CI runs on the ghost; `make test-slow` runs the others."""
 SCRIPTS = sorted({path.name for path in EXAMPLES.glob("*.py")} - WITH_MEMFIT)
 RANKS_ON_THE_GHOST = {"pipeline.py": 7}
 """Script -> the rank to run, if not 0: only the last stage of a pipeline needs no shapes from a later one."""

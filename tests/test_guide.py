@@ -11,6 +11,8 @@ FOLDER, EXAMPLES = ROOT / "docs" / "guide", ROOT / "examples"
 PAGES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.md"))}
 WITH_CODE = [name for name, page in PAGES.items() if shown_output.sessions(page)]
 WITH_COMMANDS = [name for name, page in PAGES.items() if shown_output.commands(page)]
+SLOW = {"articles", "many-gpus", "memory", "saving"}
+"""Pages whose commands take longest."""
 
 
 @pytest.mark.parametrize("name", WITH_CODE)
@@ -23,7 +25,9 @@ def test_the_code_of_a_page_prints_what_it_shows(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", WITH_COMMANDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in WITH_COMMANDS]
+)
 def test_the_commands_of_a_page_print_what_it_shows(name, tmp_path):
     (tmp_path / "examples").symlink_to(EXAMPLES)
     for script in FOLDER.glob("*.py"):

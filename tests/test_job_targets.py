@@ -45,7 +45,11 @@ def job(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=[(), ("--bitwise",)], ids=["divided", "recomputed"])
+@pytest.fixture(
+    scope="module",
+    params=[(), pytest.param(("--bitwise",), marks=pytest.mark.slow)],
+    ids=["divided", "recomputed"],
+)
 def planned(request, job):
     plan = job / f"plan{len(request.param)}.json"
     done = memfit("plan", *request.param, "--budget", "1.6GiB", "-o", plan, f"{job}/job.py:make_job", *BATCH)

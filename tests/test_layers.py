@@ -63,7 +63,14 @@ def test_modules_outside_these_folders_do_not_import_torch():
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "files", ["arenas/*.py", "report/**/*.py", "train/progress_bar.py", "train/**/*.py", "watching/*.py"]
+    "files",
+    [
+        pytest.param("arenas/*.py", marks=pytest.mark.slow),
+        "report/**/*.py",
+        "train/progress_bar.py",
+        pytest.param("train/**/*.py", marks=pytest.mark.slow),
+        pytest.param("watching/*.py", marks=pytest.mark.slow),
+    ],
 )
 def test_imports_leave_the_generator_of_python_to_the_script(files):
     """Importing rich draws from it. A script that seeds before its first engine would read other samples."""

@@ -79,6 +79,7 @@ def test_a_cache_from_which_no_library_can_be_loaded_is_named(monkeypatch):
         library.load()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_dry_run_with_an_unwritable_cache_has_its_answer_and_one_line(unwritable):
     script = unwritable / "script.py"

@@ -23,8 +23,8 @@ SCRIPTS = (
     "accumulation.py",
     "amp_gradscaler.py",
 )
-IN_CI = {"gan.py", "accumulation.py"}
-"""One that caches 40 MiB more where there is more memory, and one that needs what it takes."""
+IN_CI = {"gan.py"}
+"""One that is quick; `make test-slow` runs the others."""
 GPUS = (4, 8, 24, 80)
 
 

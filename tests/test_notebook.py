@@ -14,6 +14,7 @@ def cells():
     return ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_cells_of_the_notebook_run(tmp_path):
     install, *rest = cells()

@@ -103,7 +103,11 @@ def compared(tmp_path_factory):
     return compare
 
 
-@pytest.mark.parametrize(("shard", "rows"), ROWS.items(), ids=["FSDP2", "DDP"])
+@pytest.mark.parametrize(
+    ("shard", "rows"),
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each[0] == FSDP2)) for each in ROWS.items()],
+    ids=["FSDP2", "DDP"],
+)
 def test_only_what_suits_the_scripts_own_sharding_is_compared(compared, shard, rows):
     found = compared(shard)
     assert tuple(run.name for run in found.runs) == rows
@@ -117,7 +121,10 @@ def test_only_what_suits_the_scripts_own_sharding_is_compared(compared, shard, r
     assert "[]" not in text
 
 
-@pytest.mark.parametrize(("shard", "option"), OPTIONS, ids=[option for _, option in OPTIONS])
+@pytest.mark.parametrize(
+    ("shard", "option"),
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each[0] == FSDP2), id=each[1]) for each in OPTIONS],
+)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_row_needs_what_the_script_needs_with_the_option_written_in_it(
     compared, dry_run, shard, option, checkpointing

@@ -87,7 +87,15 @@ def runs(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("text", [MLP, PERCEPTRON, TRAINER], ids=["mlp", "perceptron", "trainer"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(MLP, marks=pytest.mark.slow),
+        PERCEPTRON,
+        pytest.param(TRAINER, marks=pytest.mark.slow),
+    ],
+    ids=["mlp", "perceptron", "trainer"],
+)
 def test_just_below_the_floor_the_script_runs_once(tmp_path, runs, text):
     script = tmp_path / "train.py"
     script.write_text(text)
@@ -112,7 +120,11 @@ def searches(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("text", [CLIPPED, NORMALIZED, ATTENTION], ids=["clipped", "normalized", "attention"])
+@pytest.mark.parametrize(
+    "text",
+    [CLIPPED, NORMALIZED, pytest.param(ATTENTION, marks=pytest.mark.slow)],
+    ids=["clipped", "normalized", "attention"],
+)
 def test_no_plan_needs_less_than_its_floor(tmp_path, searches, text):
     script = tmp_path / "train.py"
     script.write_text(text)

@@ -88,6 +88,7 @@ def test_bitwise_recomputes_instead(script, tmp_path):
     assert "The same results, bit for bit." in printed
 
 
+@pytest.mark.slow
 def test_batches_whose_statistics_count_are_not_divided_and_the_reason_is_named(script, tmp_path):
     printed, found = planned(script, tmp_path / "plan.json", script, "--norm", "BatchNorm1d", budget="1.2GiB")
     assert found["micro_batches"] is None
@@ -95,7 +96,7 @@ def test_batches_whose_statistics_count_are_not_divided_and_the_reason_is_named(
     assert "Batches are not divided into micro-batches: in aten." in printed
 
 
-@pytest.mark.parametrize("norm", ["LayerNorm", "BatchNorm1d"])
+@pytest.mark.parametrize("norm", ["LayerNorm", pytest.param("BatchNorm1d", marks=pytest.mark.slow)])
 def test_advice_divides_batches_where_a_plan_does_and_refuses_with_its_reason(script, tmp_path, norm):
     arguments = [script, "--norm", norm]
     _, found = planned(script, tmp_path / "plan.json", *arguments, budget="1.2GiB")
@@ -217,6 +218,7 @@ BY_HAND = """
 """
 
 
+@pytest.mark.slow
 def test_batches_made_by_hand_are_divided_inside_the_models_call(tmp_path):
     """Nothing sets their size, and every block recomputed is not enough."""
     script, plan = tmp_path / "by_hand.py", tmp_path / "plan.json"

@@ -120,7 +120,10 @@ def test_a_script_for_several_gpus_is_planned_for_every_rank(tmp_path):
     assert "was made for 2 ranks; memfit verify runs one process" in gradients.stderr
 
 
-@pytest.mark.parametrize("option", SHARDS_ITSELF)
+@pytest.mark.parametrize(
+    "option",
+    [pytest.param(each, marks=[pytest.mark.slow] * ("offload" in each)) for each in SHARDS_ITSELF],
+)
 def test_an_option_of_the_scripts_own_sharding_is_planned_and_needs_what_it_needs_by_hand(tmp_path, option):
     budget, shards = SHARDS_ITSELF[option]
     script, plan = written(tmp_path, JOINED + shards, 64, 1024), tmp_path / "plan.json"

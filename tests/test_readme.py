@@ -43,6 +43,7 @@ def test_the_readme_shows_what_its_commands_print(tmp_path):
         assert missing == [], f"Copy the new output into README.md:\n{done.stdout}"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_what_the_readme_says_of_a_plan_with_bitwise_is_what_such_a_plan_is():
     (said,) = re.findall(

@@ -32,9 +32,9 @@ checkpoint(model, torch.ones(4096, 512, device="cuda"), use_reentrant=False).sum
     ("script", "options", "code"),
     [
         pytest.param(THREE_STEPS, ("--advise",), 0, marks=pytest.mark.slow),  # runs go on from a standby
-        (THREE_STEPS, ("--memory", "514MiB"), 0),
+        pytest.param(THREE_STEPS, ("--memory", "514MiB"), 0, marks=pytest.mark.slow),
         pytest.param(CHECKPOINTS, (), 0, marks=pytest.mark.slow),
-        (FAILS, ("--to-end",), 3),
+        pytest.param(FAILS, ("--to-end",), 3, marks=pytest.mark.slow),
         ("import torch\n", (), 3),
         ("print(1 +)\n", (), 3),
     ],

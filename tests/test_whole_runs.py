@@ -43,8 +43,8 @@ def figures(run):
     [
         (None, "training", UPDATED),
         ("evaluation", "evaluation", EVALUATED),
-        ("saving", "saving", COPIED),
-        ("losses", "evaluation", EVALUATED),
+        pytest.param("saving", "saving", COPIED, marks=pytest.mark.slow),
+        pytest.param("losses", "evaluation", EVALUATED, marks=pytest.mark.slow),
     ],
 )
 def test_a_shortened_run_has_the_stages_of_a_run_in_full(dry_run, mistake, worst, line):
@@ -101,6 +101,7 @@ def test_a_script_is_run_again_as_it_resumes(dry_run):
     assert first["process"] < 740 << 20  # the device on which mistakes run out of memory, below
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_scripts")
 def test_the_python_function_resumes_whole_runs_and_runs_them_under_plans(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

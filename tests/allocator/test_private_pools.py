@@ -50,7 +50,12 @@ NEVER_SHORT = {"num_alloc_retries": 0}
 
 
 @pytest.mark.parametrize(
-    ("conf", "arguments"), [("", ()), ("expandable_segments:True", ("keep",)), ("max_split_size_mb:64", ())]
+    ("conf", "arguments"),
+    [
+        ("", ()),
+        pytest.param("expandable_segments:True", ("keep",), marks=pytest.mark.slow),
+        ("max_split_size_mb:64", ()),
+    ],
 )
 def test_replays_of_random_scripts_equal_every_figure_of_pytorch(dry_run, conf, arguments, tmp_path):
     """The device is often full. Addresses are left out: they depend on the order of streams in a hash table.

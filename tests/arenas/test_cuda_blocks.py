@@ -93,6 +93,7 @@ def test_a_block_goes_into_the_hole_that_fits_best(library, size, operations):
             assert blocks.holes() == holes_of(living, size)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_blocks_can_be_live_at_once(library):
     dice, living, size = random.Random(0), [], 1 << 40  # noqa: S311 - reproducible
     with Blocks(library, size) as blocks:

@@ -19,7 +19,11 @@ PARTS = [
 
 @pytest.mark.parametrize(
     ("sanitizers", "threads", "rounds"),
-    [("address,undefined", 1, 500), ("address,undefined", 3, 250), ("thread", 3, 80)],
+    [
+        ("address,undefined", 1, 500),
+        pytest.param("address,undefined", 3, 250, marks=pytest.mark.slow),
+        ("thread", 3, 80),
+    ],
 )
 def test_memory_belongs_to_one_allocation_at_a_time(tmp_path, sanitizers, threads, rounds):
     sources = [HERE / "check_cuda.c", HERE / "fake_cuda.c", *PARTS]

@@ -76,6 +76,7 @@ def script(tmp_path):
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.usefixtures("warm_scripts")
 def test_runs_after_a_plan_has_been_found_report_its_time(script):

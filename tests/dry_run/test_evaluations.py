@@ -43,6 +43,7 @@ def test_an_evaluation_that_ran_is_not_named(dry_run):
     assert dry_run(SCRIPT, options=("--to-end",)).answer["end"]["evaluation"] == ""
 
 
+@pytest.mark.slow
 def test_evaluations_are_found_in_modules_and_in_modules_that_the_script_imports(dry_run, tmp_path):
     (tmp_path / "trainer.py").write_text("def test(model):\n    model.eval()\n    frame.eval('a + b')\n")
     imported = dry_run(f"import trainer\n{SCRIPT}".replace(".eval()\n", ".train()\n").replace(".eval()", ""))

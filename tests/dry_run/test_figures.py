@@ -68,7 +68,7 @@ READ_WITH_CUDA = (
     "conf",
     [
         "expandable_segments:True",
-        "backend:cudaMallocAsync",
+        pytest.param("backend:cudaMallocAsync", marks=pytest.mark.slow),
         *(pytest.param(conf, marks=pytest.mark.warm) for conf in READ_WITH_CUDA),
     ],
 )

@@ -28,6 +28,7 @@ MASK_RCNN = """
 """
 
 
+@pytest.mark.slow
 def test_mask_rcnn_trains_on_as_many_proposals_as_its_sampler_takes(dry_run):
     run = dry_run(MASK_RCNN, options=("--steps", "5"))
     assert run.code == 0, run.err

@@ -86,6 +86,7 @@ def test_what_fsdp_gathers_of_parameters_is_communication(dry_run, tmp_path):
     assert held["communication"] >= LAYERS
 
 
+@pytest.mark.slow
 def test_a_script_that_does_not_wait_for_its_last_collective_ends(dry_run):
     script = f"""{SHARDED}
     dist.all_reduce(torch.ones(1 << 20, device="cuda"), async_op=True)
@@ -122,7 +123,10 @@ def test_ranks_agree_with_this_one_that_inputs_are_used_up(dry_run):
     assert done.out.splitlines()[0] == "1 torch.Size([1024, 1024]) cpu", done.err
 
 
-@pytest.mark.parametrize(("rank", "nproc", "state"), [(1, 2, 2 * 1024 * 1024 * 4), (2, 4, 0)])
+@pytest.mark.parametrize(
+    ("rank", "nproc", "state"),
+    [pytest.param(1, 2, 2 * 1024 * 1024 * 4, marks=pytest.mark.slow), (2, 4, 0)],
+)
 def test_updates_that_overlap_with_the_backward_are_steps_also_of_ranks_that_own_nothing(
     dry_run, rank, nproc, state
 ):

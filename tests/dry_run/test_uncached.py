@@ -63,6 +63,7 @@ def test_an_error_worded_like_cudas_that_the_script_raises_is_an_exception():
     assert classify_script_end(RuntimeError("CUDA error: out of memory")).reason == "exception"
 
 
+@pytest.mark.slow
 def test_emptying_the_cache_lowers_the_memory_between_steps_but_not_the_peak(dry_run):
     script = """
         import os, torch

@@ -88,6 +88,7 @@ def test_what_a_script_does_not_read_starts_no_other_rank(run):
     assert not beside
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_others_tensors_are_named(run):
     done, _ = run("""
     size = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -184,6 +185,7 @@ def test_a_loop_that_waits_for_a_file_of_nobody_is_refused(run):
     assert "waits in a loop for ready, which another rank must write, but rank 0" in done.err
 
 
+@pytest.mark.slow
 def test_a_spawned_rank_receives_from_one_that_is_spawned_beside(dry_run):
     script = """
     import os, torch

@@ -73,6 +73,7 @@ def test_a_run_that_does_not_fit_shows_what_is_enough_without_workspaces(dry_run
     assert "How much is enough depends on the workspaces of convolutions" in short.out
 
 
+@pytest.mark.slow
 def test_a_plan_names_what_the_script_needs_without_workspaces(dry_run, tmp_path):
     fits = dry_run(GROUPED, options=("--gpu", "H100-80GB")).answer["range"]["process"]
     script = tmp_path / "grouped.py"

@@ -210,6 +210,7 @@ def test_the_stream_ordered_allocator_reports_the_pools_figures(on_ghost):
     assert out == "True {7}\nTrue True\n"
 
 
+@pytest.mark.slow
 @pytest.mark.warm
 def test_without_caching_the_log_has_every_allocation(on_ghost):
     out = on_ghost(

@@ -34,6 +34,7 @@ print(resident() - before < 16, weights[::4099].abs().sum().item(), matrix[5].ab
     assert printed(script) == ["True 0.0 0.0"]
 
 
+@pytest.mark.slow
 def test_copies_casts_and_scalings_of_zero_tensors_use_no_memory_either(printed):
     script = """
 import copy
@@ -139,6 +140,7 @@ print(pinned.std().item() > 0.9)
     assert printed(script) == ["True"] * 3
 
 
+@pytest.mark.slow
 def test_autograd_on_the_cpu_works_on_zero_parameters(printed):
     script = """
 layer = torch.nn.Linear(2000, 1000)

@@ -61,10 +61,12 @@ def test_training_is_that_of_a_loop_with_a_grad_scaler_bit_for_bit(lines):
     assert lines(own=False, plan=GROWING) == by_hand
 
 
+@pytest.mark.slow
 def test_a_script_with_its_own_scaler_scales_losses_once(lines):
     assert lines(own=True, plan=GROWING) == lines(own=True)
 
 
+@pytest.mark.slow
 def test_a_static_scale_stays_and_leaves_out_what_is_not_finite(lines):
     norms = [float.fromhex(line.split()[2]) for line in lines(own=False, plan=STATIC)]
     scaled = [float.fromhex(line.split()[2]) for line in lines(own=True)]

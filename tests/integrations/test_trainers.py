@@ -56,7 +56,10 @@ def peak_of_engine(tmp_path_factory):
     return peak("engine", tmp_path_factory.mktemp("engine"))
 
 
-@pytest.mark.parametrize("trainer", MORE_THAN_ENGINE)
+@pytest.mark.parametrize(
+    "trainer",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each != "accelerate")) for each in MORE_THAN_ENGINE],
+)
 def test_the_peak_on_the_ghost_is_the_engine_s_but_for_scalars_and_batches(peak_of_engine, trainer, tmp_path):
     assert peak(trainer, tmp_path) - peak_of_engine == MORE_THAN_ENGINE[trainer]
 

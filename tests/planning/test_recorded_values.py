@@ -40,6 +40,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.slow
 def test_what_the_ghost_computes_of_small_integers_is_no_operation_of_the_step(tmp_path):
     """A batch of 8 has 4,104 tokens, too many to know; with half the samples, the ghost knows each."""
     script = tmp_path / "tokens.py"

@@ -33,7 +33,9 @@ truth(buckets=sum(map(int, data["bucket_sizes"].split(", "))),
 """
 
 
-@pytest.mark.parametrize(("backend", "view"), [("nccl", False), ("gloo", True)])
+@pytest.mark.parametrize(
+    ("backend", "view"), [("nccl", False), pytest.param("gloo", True, marks=pytest.mark.slow)]
+)
 def test_ddp_buckets_are_communication_or_gradients(attributed, backend, view):
     found, truth = attributed(DDP.replace("BACKEND", repr(backend)).replace("VIEW", str(view)))
     assert truth["buckets"] == truth["rebuilt"] == truth["gradients"]

@@ -83,7 +83,13 @@ def test_state_that_the_script_passes_is_divided_with_the_batch_in_the_model_s_c
     assert dimension_of_samples(whole.samples, parts.samples, 2) == 1
 
 
-@pytest.mark.parametrize("begin", ["self.memory = None", "self.memory = torch.zeros(size, 16).cuda()"])
+@pytest.mark.parametrize(
+    "begin",
+    [
+        pytest.param("self.memory = None", marks=pytest.mark.slow),
+        "self.memory = torch.zeros(size, 16).cuda()",
+    ],
+)
 def test_state_that_the_model_keeps_is_not(tmp_path, begin):
     path = tmp_path / "train.py"
     write(path, REMEMBERED.format(begin=begin))
@@ -91,7 +97,12 @@ def test_state_that_the_model_keeps_is_not(tmp_path, begin):
 
 
 @pytest.mark.parametrize(
-    "script", [LOADER, ON_GPU, SEQUENCE_FIRST.format(batch_first=False, transposed=True)]
+    "script",
+    [
+        pytest.param(LOADER, marks=pytest.mark.slow),
+        ON_GPU,
+        SEQUENCE_FIRST.format(batch_first=False, transposed=True),
+    ],
 )
 def test_parts_of_the_same_batches_are_seen(tmp_path, script):
     """A script that seeds nothing draws the same in both runs; sequences may come first."""
@@ -99,7 +110,9 @@ def test_parts_of_the_same_batches_are_seen(tmp_path, script):
     assert (samples.why, samples.assumed, dependent) == ("", "", "")
 
 
-@pytest.mark.parametrize("script", [AUGMENTED, PADDED, MIXED])
+@pytest.mark.parametrize(
+    "script", [*(pytest.param(each, marks=pytest.mark.slow) for each in (AUGMENTED, PADDED)), MIXED]
+)
 def test_a_loader_s_samples_may_have_other_contents(tmp_path, script):
     samples, _ = compared(tmp_path, script)
     assert samples.why == ""
@@ -119,7 +132,7 @@ def test_what_the_gpu_makes_is_not_seen(tmp_path, script):
         (MADE_ON_GPU, True),
         (LOADER.replace("nn.MSELoss()", "lambda y, z: (y - z + torch.randn_like(y)).square().mean()"), True),
         (LOADER.replace("nn.GELU()", "nn.Dropout(0.5)"), False),
-        (AUGMENTED, False),
+        pytest.param(AUGMENTED, False, marks=pytest.mark.slow),
     ],
     ids=["a loop's noise", "a loss's noise", "dropout", "on the CPU"],
 )
@@ -131,7 +144,11 @@ def test_numbers_that_the_gpu_draws_outside_of_the_model_are_seen(tmp_path, scri
 
 @pytest.mark.parametrize(
     "script",
-    [CORPUS.format(to_gpu=""), CORPUS.format(to_gpu="columns = columns.cuda()"), LOADED_CORPUS],
+    [
+        CORPUS.format(to_gpu=""),
+        pytest.param(CORPUS.format(to_gpu="columns = columns.cuda()"), marks=pytest.mark.slow),
+        pytest.param(LOADED_CORPUS, marks=pytest.mark.slow),
+    ],
     ids=["on the CPU", "on the GPU", "by a loader"],
 )
 def test_a_corpus_that_is_cut_by_the_batch_size_has_other_rows(tmp_path, script):
@@ -148,8 +165,11 @@ def test_samples_that_are_drawn_anew_are_others(tmp_path):
     "script",
     [
         CARRIED,
-        REMEMBERED.format(begin="self.memory = None"),
-        REMEMBERED.format(begin="self.register_buffer('memory', torch.zeros(size, 16))"),
+        pytest.param(REMEMBERED.format(begin="self.memory = None"), marks=pytest.mark.slow),
+        pytest.param(
+            REMEMBERED.format(begin="self.register_buffer('memory', torch.zeros(size, 16))"),
+            marks=pytest.mark.slow,
+        ),
         CENTERED,
         BASELINE,
     ],
@@ -177,7 +197,10 @@ def test_batches_in_place_of_sequences_are_combined(tmp_path, script):
 
 @pytest.mark.parametrize(
     "script",
-    [SEQUENCE_FIRST.format(batch_first=True, transposed=False), RECURRENT.format(batch_first=True)],
+    [
+        pytest.param(SEQUENCE_FIRST.format(batch_first=True, transposed=False), marks=pytest.mark.slow),
+        RECURRENT.format(batch_first=True),
+    ],
     ids=["attention", "LSTM"],
 )
 def test_batches_before_sequences_are_independent(tmp_path, script):

@@ -131,6 +131,7 @@ LOOPS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.warm
 def test_stages_are_the_same_without_labels(dry_run):
     answers = [

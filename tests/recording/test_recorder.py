@@ -141,7 +141,7 @@ def test_recomputation_has_its_own_phase_and_labels_are_restored(trace_of, how):
     assert all(label is not None for label, _ in allocations(trace))
 
 
-@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("how", ["plain", "reentrant", pytest.param("not reentrant", marks=pytest.mark.slow)])
 def test_recording_labels_does_not_change_figures(trace_of, how):
     script = NET + f"    train(Net({how!r}).cuda(), steps=3)\n"
     with_labels, without = trace_of(script), trace_of(script, "--no-labels")

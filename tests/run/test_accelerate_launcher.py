@@ -121,6 +121,7 @@ def test_what_accelerate_does_not_start_is_refused_in_its_own_words(answers, typ
     assert REFUSED[typed] in answers[typed]["refused"]
 
 
+@pytest.mark.slow
 def test_a_file_that_accelerate_config_wrote_is_read_by_default(tmp_path):
     (tmp_path / "accelerate").mkdir()
     default = tmp_path / "accelerate/default_config.yaml"

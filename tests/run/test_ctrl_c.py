@@ -86,6 +86,7 @@ def test_a_script_that_swallows_ctrl_c_is_killed_with_what_it_started(tmp_path):
     assert ends(child)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_ctrl_c_counts_even_if_the_script_catches_it_and_goes_on_to_its_end(tmp_path):
     process = start(
@@ -118,7 +119,7 @@ def test_a_killed_memfit_takes_its_script_along(tmp_path, command):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_an_interrupted_or_killed_torchrun_takes_its_ranks_along(tmp_path, number):
     script = """
         import os, time, torch.distributed as dist
@@ -169,7 +170,9 @@ def test_a_terminated_memfit_removes_its_files_and_ends_what_the_script_has_star
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda given: given[0])
+@pytest.mark.parametrize(
+    "command", [COMMANDS[0], pytest.param(COMMANDS[1], marks=pytest.mark.slow)], ids=lambda given: given[0]
+)
 def test_a_closed_terminal_does_not_end_memfit_under_nohup(tmp_path, command):
     script = """
         import os, time, torch

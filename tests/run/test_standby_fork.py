@@ -36,10 +36,14 @@ RACES_IN_EACH_STEP = """
 @pytest.mark.parametrize(
     ("before", "size"),
     [
-        ("random.seed(7); random.random()", DRAWN),
+        pytest.param("random.seed(7); random.random()", DRAWN, marks=pytest.mark.slow),
         ("numbers = open(__file__ + '.txt'); numbers.readline()", READ),
-        ("torch.set_num_threads(4); torch.randn(1 << 22).sum()", "int(torch.ones(1 << 22).sum())"),
-        ("side = torch.cuda.Stream()", "1 << 20"),
+        pytest.param(
+            "torch.set_num_threads(4); torch.randn(1 << 22).sum()",
+            "int(torch.ones(1 << 22).sum())",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("side = torch.cuda.Stream()", "1 << 20", marks=pytest.mark.slow),
         ("torch.manual_seed(3)", "int(torch.randint(1 << 20, (1,)))"),
     ],
 )
@@ -79,7 +83,11 @@ def test_a_script_with_what_a_fork_lacks_is_run_as_a_whole(tmp_path, before, why
     "start",
     [
         "threading.Thread(target=threading.Event().wait, daemon=True).start()",
-        "from concurrent.futures import ThreadPoolExecutor as Pool; pool = Pool(); pool.submit(int).result()",
+        pytest.param(
+            "from concurrent.futures import ThreadPoolExecutor as Pool; pool = Pool(); "
+            "pool.submit(int).result()",
+            marks=pytest.mark.slow,
+        ),
         "import subprocess; child = subprocess.Popen(['sleep', '30']).pid",
         "import multiprocessing; multiprocessing.Process(target=threading.Event().wait, daemon=True).start()",
     ],
@@ -127,6 +135,7 @@ note('after ')
     assert Path(f"{script}.log").read_text() == 200 * "thread " + "after "
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_otherwise_is_a_whole_run_and_leaves_a_standby_of_its_own(tmp_path):
     begin_otherwise = (
         (replace(LATE, values="float=2"), Change()),

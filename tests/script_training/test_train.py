@@ -45,7 +45,7 @@ def losses(text):
     return [line for line in text.splitlines() if "loss" in line and "runtime" not in line]
 
 
-SLOW = {"gpt.py", "hf_trainer.py", "unet.py"}
+SLOW = {"gpt.py", "hf_trainer.py", "mlp.py", "unet.py"}
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,7 @@ def test_without_a_gpu_graphs_are_refused():
         engine(cuda_graphs=True)
 
 
+@pytest.mark.slow
 def test_on_the_ghost_two_graphs_are_captured_and_replayed(dry_run):
     done = dry_run(
         """

@@ -28,7 +28,9 @@ def test_the_same_arithmetic_gives_the_same_bits(network):
 @pytest.mark.filterwarnings("ignore:offload", "ignore:checkpointing", "ignore:.*BatchNorm layers")
 @SAMPLE
 @given(networks(divisible=True))
-@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(each, marks=[pytest.mark.slow] * bool(at)) for at, each in enumerate(LIMITS)]
+)
 def test_sums_in_another_order_are_equal_up_to_rounding(dtype, network):
     assert {name: off for name in CLOSE if (off := error(name, network, dtype)) > LIMITS[dtype]} == {}
 

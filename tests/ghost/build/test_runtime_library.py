@@ -97,12 +97,14 @@ def test_four_processes_can_build_at_the_same_time(cache):
     assert answers == ["False True\n"] * 3 + ["True True\n"]
 
 
+@pytest.mark.slow
 def test_an_incomplete_build_is_rebuilt(cache):
     first = build_ghost()
     (first.folder / "build.json").unlink()
     assert build_ghost().built
 
 
+@pytest.mark.slow
 def test_another_torch_or_other_flags_have_their_own_folder(cache, tmp_path, monkeypatch):
     first = build_ghost()
     copy = tmp_path / "site-packages" / "torch"

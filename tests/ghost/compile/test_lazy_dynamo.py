@@ -45,6 +45,7 @@ def test_dynamo_is_imported_when_it_is_used_and_its_objects_are_stood_for_until_
     assert done.answer["steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_first_use_by_the_script_itself_imports_dynamo(dry_run):
     done = dry_run("""
         import sys, torch

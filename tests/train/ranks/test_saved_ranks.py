@@ -42,7 +42,9 @@ def assert_equal(one, other, names=None):
             assert one[name] == other[name], name
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(each, marks=[pytest.mark.slow] * (each != "zero1")) for each in MODES]
+)
 def test_a_run_resumes_bit_for_bit_inside_an_epoch_and_at_its_end(two, mode, tmp_path):
     plan = [memfit.Sharding(mode), memfit.Precision("fp16"), memfit.Accumulation(parts_per_batch=2)]
     whole = two("uninterrupted", plan, EPOCHS)
@@ -99,7 +101,7 @@ def test_two_ranks_continue_as_four_and_as_one_with_the_samples_that_are_left(
     assert alone["random"][:2] == before[0]["random"][:2]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), *MODES[1:]])
 def test_four_ranks_continue_as_two(two, four, mode, tmp_path):
     plan = [memfit.Sharding(mode)]
     before = four("saved", plan, tmp_path / "run", 2, EPOCHS)
