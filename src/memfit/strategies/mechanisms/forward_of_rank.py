@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.join_outputs import SamplesInOutput
-from memfit.strategies.mechanisms.loss_divisor import ADVICE, LossRule, SumOfSlices
+from memfit.strategies.mechanisms.loss_divisor import IN_LOOP, LossRule, SumOfSlices
 from memfit.strategies.mechanisms.sliced_forward import SlicedForward
 from memfit.strategies.mechanisms.split_batch import even_micro_batch_sizes
 
@@ -220,7 +220,7 @@ class _LossOfRanks(torch.autograd.Function):
         ):
             raise UsageError(
                 "sharding: the model's loss adds means over different numbers of elements, which weigh the "
-                f"ranks' samples differently. {ADVICE}"
+                f"ranks' samples differently. {IN_LOOP}"
             )
         ctx.factor = dist.get_world_size() / sums[0] if len(sums) else dist.get_world_size()
         return total / sums[0] if len(sums) else total.clone()

@@ -25,7 +25,7 @@ _PASSING = ("ToCopy", "View", "Squeeze", "Clone", "Alias", "Neg")
 """Nodes whose result is in proportion to what they are passed."""
 Number = torch.Tensor | float
 """Of no dimensions; PyTorch keeps a Python number as a tensor on the CPU, too."""
-ADVICE = "Return the outputs, and compute the loss in the training loop."
+IN_LOOP = "Return the outputs, and compute the loss in the training loop."
 
 
 _DIFFERS = "the model computes its loss differently for other samples."
@@ -83,7 +83,7 @@ def _terms(node: Any, divisors: tuple[Number, ...], factors: tuple[Number, ...])
     last = "nothing" if node is None else node.name()
     raise UsageError(
         "batch_slices: the model returns its loss, and memfit cannot see whether the loss is a mean or a sum "
-        f"over samples: its graph ends in {last}. {ADVICE}"
+        f"over samples: its graph ends in {last}. {IN_LOOP}"
     )
 
 
@@ -137,7 +137,7 @@ class LossRule:
     def __init__(self, pair: torch.Tensor, single: Sequence[torch.Tensor], passed: Sequence[Any]) -> None:
         whole, parts = terms_of_loss(pair), [terms_of_loss(each) for each in single]
         if any(len(part) != len(whole) for part in parts):
-            raise UsageError(f"batch_slices: {_DIFFERS} {ADVICE}")
+            raise UsageError(f"batch_slices: {_DIFFERS} {IN_LOOP}")
         self._varying = [
             self._varying_of(whole[term], [part[term] for part in parts], passed)
             for term in range(len(whole))
@@ -147,7 +147,7 @@ class LossRule:
         """Whether the model divides, not the operation that reduces."""
         if len({each is None for each in self._varying}) > 1:
             raise UsageError(
-                f"batch_slices: the model's loss adds a mean over samples to a sum over samples. {ADVICE}"
+                f"batch_slices: the model's loss adds a mean over samples to a sum over samples. {IN_LOOP}"
             )
 
     @staticmethod
@@ -156,11 +156,11 @@ class LossRule:
             alone = " and ".join(str(part.elements) for part in parts)
             raise UsageError(
                 "batch_slices: the model's loss combines samples with each other: it reduces "
-                f"{whole.elements} elements for two samples, and {alone} for each alone. {ADVICE}"
+                f"{whole.elements} elements for two samples, and {alone} for each alone. {IN_LOOP}"
             )
         all_terms = (whole, *parts)
         if len({(len(each.divisors), len(each.factors)) for each in all_terms}) > 1:
-            raise UsageError(f"batch_slices: {_DIFFERS} {ADVICE}")
+            raise UsageError(f"batch_slices: {_DIFFERS} {IN_LOOP}")
         divisors, factors = (
             [place for place, same in enumerate(zip(*column, strict=True)) if not _is_constant(same, passed)]
             for column in ([each.divisors for each in all_terms], [each.factors for each in all_terms])
@@ -168,7 +168,7 @@ class LossRule:
         if len(divisors) > 1 or factors:
             raise UsageError(
                 "batch_slices: the model returns its loss, and multiplies or divides it by several numbers "
-                f"that depend on the batch. {ADVICE}"
+                f"that depend on the batch. {IN_LOOP}"
             )
         return divisors[0] if divisors else None
 
@@ -222,7 +222,7 @@ class SumOfSlices:
         elif numbers != self._python_numbers:
             raise UsageError(
                 "batch_slices: the model returns its loss, and multiplies or divides it by a Python number "
-                f"that it computes from the samples. {ADVICE}"
+                f"that it computes from the samples. {IN_LOOP}"
             )
         own = loss if loss.dtype == torch.float64 else loss.float()
         if divisors:
@@ -288,5 +288,5 @@ def _expect_same_weights(divisors: Sequence[Sequence[Number]]) -> None:
         ):
             raise UsageError(
                 "batch_slices: the model's loss adds means over different numbers of elements, which weigh "
-                f"the slices of a batch differently. {ADVICE}"
+                f"the slices of a batch differently. {IN_LOOP}"
             )
