@@ -29,6 +29,12 @@ def keeping(model):
     model.kept = [None]
 
 
+def shuffled(count):
+    order = [*range(count)]
+    random.shuffle(order)
+    return order
+
+
 def scaled_to_one(x):
     x.register_hook(lambda gradient: gradient / gradient.norm())
     return x
@@ -69,6 +75,11 @@ REFUSED = {
         Case(lambda s, x: s.logits(x + x[torch.randperm(len(x))])),
         "combines samples",
     ),
+    "mixed in the order of random numbers": (
+        Case(lambda s, x: s.logits(x + x[torch.rand(len(x)).argsort()])),
+        "combines samples",
+    ),
+    "mixed by Python's shuffle": (Case(lambda s, x: s.logits(x + x[shuffled(len(x))])), "combines samples"),
     "sequences first": (
         Case(lambda s, x: s.rnn(x)[0], layers=lambda: {"rnn": nn.LSTM(WIDTH, WIDTH)}),
         "pass dim=",
@@ -279,6 +290,16 @@ def test_what_a_function_keeps_for_its_backward_is_not_refused():
 
     case = Case(lambda s, x: s.logits(Kept.apply(x * s.position)))
     expect_equal(trained(case, BatchSlices(3), torch.float64), trained(case, None, torch.float64), 1e-12)
+
+
+def test_tokens_that_each_sample_drops_at_random_do_not_combine_samples():
+    def kept(x):
+        order = torch.rand(x.shape[:2]).argsort(1)[:, : x.shape[1] // 2]
+        return x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
+
+    model = Of(lambda s, x: s.logits(kept(x)))
+    BatchSlices(2).apply(model)
+    assert model(torch.randn(4, 6, WIDTH)).shape[:2] == (4, 3)
 
 
 @pytest.mark.parametrize("seed", range(4))

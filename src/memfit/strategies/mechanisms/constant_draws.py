@@ -2,14 +2,16 @@
 
 torch.rand, torch.randn, bernoulli_ ...   0.5
 torch.randint, torch.randperm ...         0
+the order of such numbers (torch.sort)    0, as of torch.randperm
 dropout in a kernel, as of attention      nothing is dropped
-
-Python's and NumPy's numbers are not drawn by PyTorch's operations, and stay.
+Python's and NumPy's                      those after a seed with which shuffles exchange two samples
 """
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -32,7 +34,10 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation, and fill what it has drawn."""
         if torch.Tag.nondeterministic_seeded not in function.tags:
-            return function(*args, **(kwargs or {}))
+            result = function(*args, **(kwargs or {}))
+            if function.overloadpacket in _ORDERS and _has_no_order(args[0]):
+                result[1].zero_()
+            return result
         arguments = {each.name: each.type for each in function._schema.arguments}
         given = {**dict(zip(arguments, args, strict=False)), **(kwargs or {})}
         probabilities = ("p",) if function is torch.ops.aten.native_dropout.default else _DROPOUT
@@ -43,6 +48,21 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _DROPOUT = ("dropout_p", "dropout")
+_ORDERS = (torch.ops.aten.sort, torch.ops.aten.topk)
+_SEED = 2
+"""After it, the first ``shuffle`` of two items exchanges them, and so does NumPy's ``permutation``."""
+
+
+def seed_shuffles() -> None:
+    """Have Python's and NumPy's shuffles exchange two samples: a model that mixes them so is then seen to."""
+    random.seed(_SEED)
+    np.random.seed(_SEED)  # noqa: NPY002 - the generator that models draw from
+
+
+def _has_no_order(numbers: torch.Tensor) -> bool:
+    if numbers.numel() < 2 or not numbers.is_floating_point():  # noqa: PLR2004
+        return False
+    return bool((numbers == numbers.flatten()[0]).all())
 
 
 def _filled(drawn: torch.Tensor) -> torch.Tensor:

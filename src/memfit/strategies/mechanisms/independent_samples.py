@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import MemfitError, UsageError
 from memfit.random_state import DrawnRandomNumbers
-from memfit.strategies.mechanisms.constant_draws import ConstantDraws
+from memfit.strategies.mechanisms.constant_draws import ConstantDraws, seed_shuffles
 from memfit.strategies.mechanisms.forward_side_effects import ADVICE, SideEffects
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
 from memfit.strategies.mechanisms.inspect_tensors import leaves_beside, tensors_in_object
@@ -80,6 +80,7 @@ def learn_outputs(
             outputs = []
             for call in calls:
                 with DrawnRandomNumbers.start((torch.default_generator,)).replay():
+                    seed_shuffles()
                     outputs.append(_flat_output(call))
                 effects.called()
         effects.expect_none()
