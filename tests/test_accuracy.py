@@ -50,6 +50,7 @@ SAMPLE = [row for row in ROWS if row.set in "DE"] + [
 SLOW = {
     "ViT-L/16, batch 64, bfloat16 parameters",
     "ViT-L/16, batch 64, mixed precision (float16)",
+    "ViT-L/16, one image, Adam",
     "ViT-L/16, one image, Adam stepped in backward",
 }
 """Rows of the sample that are similar to others of it."""

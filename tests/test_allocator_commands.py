@@ -124,7 +124,7 @@ def test_settings_of_the_script_are_in_every_row(tmp_path):
     "conf",
     [
         CONF,
-        "max_split_size_mb:128,garbage_collection_threshold:0.6",
+        pytest.param("max_split_size_mb:128,garbage_collection_threshold:0.6", marks=pytest.mark.slow),
         pytest.param("roundup_power2_divisions:4", marks=pytest.mark.slow),
         pytest.param("roundup_power2_divisions:[1:2,8:4,64:8,>:2]", marks=pytest.mark.slow),
         pytest.param("per_process_memory_fraction:0.9,large_segment_size_mb:48", marks=pytest.mark.slow),

@@ -107,6 +107,7 @@ def test_a_script_that_does_not_fit_fails_and_says_what_grew(folder):
     assert (folder / "memfit-baseline.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_an_update_replaces_the_baseline_and_shows_what_changed(folder):
     own = folder / "other.json"
     own.write_bytes((folder / "memfit-baseline.json").read_bytes())

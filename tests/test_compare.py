@@ -98,12 +98,13 @@ JOIN = """
         pytest.param(
             "FSDP2", {"model = memfit.apply(model, PLAN)": "optimizer = torch"}, marks=pytest.mark.slow
         ),
-        (
+        pytest.param(
             "ZeRO-1",
             {
                 "model = memfit.apply(model, PLAN)": "optimizer = torch",
                 "optimizer = memfit.Sharding('zero1').optimizer(optimizer, model)": "while",
             },
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -56,7 +56,7 @@ TO_THE_END = [
     Example("cuda_graph.py", steps=10),
     Example("gan.py", ("--steps", "3")),
     Example("generate.py", steps=None, slow=True),
-    Example("gpt.py", ("--steps", "3")),
+    Example("gpt.py", ("--steps", "3"), slow=True),
     Example("gpt.py", ("--steps", "3", "--dtype", "bfloat16"), options=("--gpu", "RTX-3060"), slow=True),
     Example("gpt_chunked_head.py", ("--steps", "3"), slow=True),
     Example("gru.py", ("--steps", "3"), slow=True),
@@ -244,6 +244,7 @@ def test_a_7b_model_built_on_the_cpu_costs_little_host_memory(tmp_path):
     assert run.host_bytes < 2 * GIB
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_json_on_standard_output_is_not_mixed_with_other_output(tmp_path):
     done = subprocess.run(
@@ -284,7 +285,10 @@ def added_by_line(printed):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("script", "real"), [("linear1024.py", LINEAR_1024), ("two_linear.py", TWO_LINEAR)])
+@pytest.mark.parametrize(
+    ("script", "real"),
+    [("linear1024.py", LINEAR_1024), pytest.param("two_linear.py", TWO_LINEAR, marks=pytest.mark.slow)],
+)
 def test_each_line_adds_what_a_real_gpu_added(script, real, tmp_path):
     run = dry_run(tmp_path, "--steps", "1000", EXAMPLES / script, CUBLAS_WORKSPACE_CONFIG=":0:0")
     added = added_by_line(run.printed)

@@ -85,6 +85,7 @@ def test_batches_are_divided_by_the_engine_and_nothing_is_to_be_changed_in_a_loo
     assert "loss = loss /" not in text
 
 
+@pytest.mark.slow
 def test_the_gradients_under_the_plan_are_the_same_for_a_batch_of_another_size(planned, job):
     plan, _ = planned
     done = verify_on_cpu("--plan", plan, f"{job}/job.py:make_job", "--batch-size", "64")

@@ -67,7 +67,7 @@ def test_modules_outside_these_folders_do_not_import_torch():
     [
         pytest.param("arenas/*.py", marks=pytest.mark.slow),
         "report/**/*.py",
-        "train/progress_bar.py",
+        pytest.param("train/progress_bar.py", marks=pytest.mark.slow),
         pytest.param("train/**/*.py", marks=pytest.mark.slow),
         pytest.param("watching/*.py", marks=pytest.mark.slow),
     ],

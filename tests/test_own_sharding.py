@@ -79,6 +79,9 @@ ROWS = {
         "static_graph=True + checkpointing",
     ),
 }
+OF_SHARDING = tuple(
+    row for row in ROWS[DDP] if row not in {*CHECKPOINTING, "offload", "checkpointing + offload"}
+)
 OPTIONS = [(shard, row) for shard, rows in ROWS.items() for row in rows if "=" in row and "+" not in row]
 
 
@@ -92,24 +95,28 @@ def compared(tmp_path_factory):
     """Return a function that compares the script with a sharding of its own; each is compared once."""
     found = {}
 
-    def compare(shard):
-        if shard not in found:
+    def compare(shard, rows=("sharding",)):
+        if (shard, rows) not in found:
             file = tmp_path_factory.mktemp("compare") / "train.py"
             file.write_text(script(shard))
             with warm_process.scripts():
-                found[shard] = memfit.compare(file, nproc=RANKS, gpu="H100", rows=GROUPS)
-        return found[shard]
+                found[shard, rows] = memfit.compare(file, nproc=RANKS, gpu="H100", rows=rows)
+        return found[shard, rows]
 
     return compare
 
 
 @pytest.mark.parametrize(
-    ("shard", "rows"),
-    [pytest.param(*each, marks=[pytest.mark.slow] * (each[0] == FSDP2)) for each in ROWS.items()],
-    ids=["FSDP2", "DDP"],
+    ("shard", "groups", "rows"),
+    [
+        pytest.param(FSDP2, GROUPS, ROWS[FSDP2], marks=pytest.mark.slow),
+        pytest.param(DDP, GROUPS, ROWS[DDP], marks=pytest.mark.slow),
+        (DDP, ("sharding",), OF_SHARDING),
+    ],
+    ids=["FSDP2", "DDP", "DDP, sharding alone"],
 )
-def test_only_what_suits_the_scripts_own_sharding_is_compared(compared, shard, rows):
-    found = compared(shard)
+def test_only_what_suits_the_scripts_own_sharding_is_compared(compared, shard, groups, rows):
+    found = compared(shard, groups)
     assert tuple(run.name for run in found.runs) == rows
     assert not any(run.reason for run in found.runs)
     (own,) = found.sharding_calls
@@ -125,7 +132,7 @@ def test_only_what_suits_the_scripts_own_sharding_is_compared(compared, shard, r
     ("shard", "option"),
     [pytest.param(*each, marks=[pytest.mark.slow] * (each[0] == FSDP2), id=each[1]) for each in OPTIONS],
 )
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_row_needs_what_the_script_needs_with_the_option_written_in_it(
     compared, dry_run, shard, option, checkpointing
 ):
@@ -142,6 +149,7 @@ def test_a_row_needs_what_the_script_needs_with_the_option_written_in_it(
     assert run.answer["needs"]["bytes"] == row.needs.bytes
 
 
+@pytest.mark.slow
 def test_an_option_that_the_script_has_is_no_row(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(script(FSDP2, "reshard_after_forward=False, offload_policy=CPUOffloadPolicy()"))

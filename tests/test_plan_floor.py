@@ -122,7 +122,7 @@ def searches(monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    [CLIPPED, NORMALIZED, pytest.param(ATTENTION, marks=pytest.mark.slow)],
+    [CLIPPED, *(pytest.param(each, marks=pytest.mark.slow) for each in (NORMALIZED, ATTENTION))],
     ids=["clipped", "normalized", "attention"],
 )
 def test_no_plan_needs_less_than_its_floor(tmp_path, searches, text):

@@ -96,7 +96,8 @@ def test_batches_whose_statistics_count_are_not_divided_and_the_reason_is_named(
     assert "Batches are not divided into micro-batches: in aten." in printed
 
 
-@pytest.mark.parametrize("norm", ["LayerNorm", pytest.param("BatchNorm1d", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["LayerNorm", "BatchNorm1d"])
 def test_advice_divides_batches_where_a_plan_does_and_refuses_with_its_reason(script, tmp_path, norm):
     arguments = [script, "--norm", norm]
     _, found = planned(script, tmp_path / "plan.json", *arguments, budget="1.2GiB")

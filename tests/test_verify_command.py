@@ -147,6 +147,7 @@ def test_a_script_that_draws_other_numbers_each_time_is_not_comparable(tmp_path)
     assert "other inputs each time" in found["reason"]
 
 
+@pytest.mark.slow
 def test_a_script_that_makes_no_update_is_reported_with_its_error(tmp_path, capsys):
     script, plan = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text("import torch\ntorch.cuda.get_device_name()\n")

@@ -41,7 +41,7 @@ def figures(run):
 @pytest.mark.parametrize(
     ("mistake", "worst", "line"),
     [
-        (None, "training", UPDATED),
+        pytest.param(None, "training", UPDATED, marks=pytest.mark.slow),
         ("evaluation", "evaluation", EVALUATED),
         pytest.param("saving", "saving", COPIED, marks=pytest.mark.slow),
         pytest.param("losses", "evaluation", EVALUATED, marks=pytest.mark.slow),
@@ -67,7 +67,8 @@ def test_a_shortened_run_has_the_stages_of_a_run_in_full(dry_run, mistake, worst
 
 
 @pytest.mark.parametrize(
-    ("mistake", "line", "module"), [("evaluation", EVALUATED, True), ("saving", COPIED, False)]
+    ("mistake", "line", "module"),
+    [("evaluation", EVALUATED, True), pytest.param("saving", COPIED, False, marks=pytest.mark.slow)],
 )
 def test_where_memory_runs_out_the_stage_is_named_with_module_and_line(dry_run, mistake, line, module):
     memory = ("--memory", "740MiB")
@@ -289,6 +290,7 @@ def test_a_failure_that_a_script_catches_is_not_the_one_that_ends_it(dry_run):
     assert run.answer["peak"]["stage"] == "training"
 
 
+@pytest.mark.slow
 def test_where_passes_become_too_short_for_an_update_the_run_is_incomplete(dry_run):
     script = """
         import torch

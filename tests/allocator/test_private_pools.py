@@ -54,7 +54,7 @@ NEVER_SHORT = {"num_alloc_retries": 0}
     [
         ("", ()),
         pytest.param("expandable_segments:True", ("keep",), marks=pytest.mark.slow),
-        ("max_split_size_mb:64", ()),
+        pytest.param("max_split_size_mb:64", (), marks=pytest.mark.slow),
     ],
 )
 def test_replays_of_random_scripts_equal_every_figure_of_pytorch(dry_run, conf, arguments, tmp_path):

@@ -146,6 +146,7 @@ def test_the_report_counts_each_kind_of_step(arena):
         assert words in str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_importing_the_report_draws_no_random_number_of_the_script():
     code = (

@@ -67,7 +67,9 @@ def test_the_default_trace_is_kept_and_never_overwritten(record, tmp_path):
     ("name", "value", "named"),
     [
         ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
-        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", "backend:cudaMallocAsync"),
+        pytest.param(
+            "PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", "backend:cudaMallocAsync", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_allocators_without_a_history_are_refused_by_name(record, name, value, named):

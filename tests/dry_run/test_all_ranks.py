@@ -33,6 +33,7 @@ def test_each_role_has_a_row_and_the_largest_is_the_answer(dry_run, tmp_path):
     assert memfit.explain(trace).summary.peak_allocated == 40 * mib
 
 
+@pytest.mark.slow
 def test_of_many_machines_the_ends_run_and_what_differs_between_them(dry_run):
     run = dry_run(UNEVEN, options=("--nproc", "1", "--nnodes", "6", "--all-ranks"))
     assert run.code == 0, run.err

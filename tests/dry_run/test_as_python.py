@@ -16,6 +16,7 @@ from support.scripts import TRAIN
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.slow
 def test_the_script_sees_the_environment_that_python_gives_it(dry_run):
     script = """
         import os, pickle, sys, torch
@@ -30,6 +31,7 @@ def test_the_script_sees_the_environment_that_python_gives_it(dry_run):
     assert second == "True True"
 
 
+@pytest.mark.slow
 def test_a_module_runs_as_with_python_m(dry_run, tmp_path):
     package = tmp_path / "trainer"
     package.mkdir()
@@ -48,12 +50,14 @@ def test_a_module_runs_as_with_python_m(dry_run, tmp_path):
     assert done.stdout.splitlines()[0] == "__main__ trainer ['--lr', '1']"
 
 
+@pytest.mark.slow
 def test_find_spec_of_torch_before_its_import_does_not_prevent_recording(dry_run):
     find = "import importlib.util\nassert importlib.util.find_spec('torch')\n"
     run = dry_run(find + textwrap.dedent(TRAIN) + "for _ in range(9): step()\n")
     assert run.answer["steps"] == 3
 
 
+@pytest.mark.slow
 def test_files_in_the_working_folder_do_not_shadow_the_standard_library(tmp_path, dry_run):
     (tmp_path / "platform.py").write_text("raise RuntimeError('not the standard library')\n")
     folder = tmp_path / "elsewhere"

@@ -68,6 +68,7 @@ def test_bad_input_gets_one_error(tmp_path, options, code, words):
     assert not list(tmp_path.glob("*.memfit*"))
 
 
+@pytest.mark.slow
 def test_a_script_that_torchrun_starts_is_run_through_it(dry_run):
     run = dry_run("import os, torch; torch.ones(1, device=int(os.environ['LOCAL_RANK']))")
     assert run.err.strip().endswith("If torchrun starts it, write memfit dry-run torchrun script.py")

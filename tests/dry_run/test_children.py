@@ -28,6 +28,7 @@ def test_a_failing_child_that_used_the_gpu_makes_the_run_incomplete_and_is_named
     assert "worker.py, which the script started, also used the GPU (at least 1.5" in run.out
 
 
+@pytest.mark.slow
 def test_a_child_trains_for_as_many_steps_as_the_script_and_ends_well(dry_run):
     script = (
         TRAIN.replace("\n    ", "\n        ")
@@ -88,6 +89,7 @@ def test_a_script_whose_child_alone_uses_the_gpu_is_told_to_run_the_child(dry_ru
     assert "script.py did not use the GPU itself, but a process that it started did: python" in run.err
 
 
+@pytest.mark.slow
 def test_a_refused_script_leaves_no_process(dry_run):
     script = """
         import subprocess, torch

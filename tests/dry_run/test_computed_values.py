@@ -1,5 +1,7 @@
 """Small tensors are computed on the CPU, too: what a script reads is what a GPU would have computed."""
 
+import pytest
+
 from memfit.ghost.values.computed_ops import ops_computed_on_cpu
 
 EXPRESSIONS = """
@@ -128,6 +130,7 @@ MASKED = """
 """
 
 
+@pytest.mark.slow
 def test_known_elements_outlive_a_tensor_in_what_detach_made_of_it(dry_run):
     """Here, the backward counts a mask's elements again: one that the script dropped, one that it exposed."""
     run = dry_run(MASKED, options=("--to-end",))
@@ -154,6 +157,7 @@ SAVED = """
 """
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_saved_or_copied_stays_known(dry_run):
     run = dry_run(SAVED, options=("--to-end",), without_step="it only runs forward")
     assert run.out.splitlines()[:2] == ["[4, 4]", "8"], run.err
@@ -180,12 +184,14 @@ def test_a_gradient_that_the_script_fills_with_infinity_skips_the_update(dry_run
     assert run.out.splitlines()[:2] == ["True 65536.0", "False 32768.0"]
 
 
+@pytest.mark.slow
 def test_floats_that_no_integer_holds_stay_unknown(dry_run):
     """A GPU converts them in another way than a CPU does."""
     code = "import torch\nx = torch.tensor([1.0, 3e9]).cuda()\nprint(x.int().tolist(), x[:1].int().tolist())"
     assert dry_run(code).out.splitlines()[0] == "[0, 0] [1]"
 
 
+@pytest.mark.slow
 def test_a_sum_of_squares_that_nobody_computed_stays_unknown(dry_run):
     run = dry_run("import torch\nprint(torch.rand(3, device='cuda').square().sum().item())")
     assert run.out.splitlines()[0] == "1.0"

@@ -40,6 +40,7 @@ def engine(dry_run, tmp_path):
     return dry_run
 
 
+@pytest.mark.slow
 def test_the_kernels_of_an_optimizer_are_not_compiled(engine):
     done = engine(
         """
@@ -56,7 +57,7 @@ def test_the_kernels_of_an_optimizer_are_not_compiled(engine):
     assert note["provenance"] == "assumed"
 
 
-@pytest.mark.parametrize("name", ["fused_adam", "quantizer"])
+@pytest.mark.parametrize("name", [pytest.param("fused_adam", marks=pytest.mark.slow), "quantizer"])
 def test_what_is_compiled_is_named_and_so_is_what_a_failure_lacks(engine, name):
     done = engine(
         f"""

@@ -34,6 +34,7 @@ def test_a_rank_receives_what_others_really_send(dry_run):
     assert done.answer["peak"]["allocated"] == 384 * 1024 * 4
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other_are_named(dry_run):
     script = f"""{JOIN}
     dist.recv_object_list([None], src=1 - rank)

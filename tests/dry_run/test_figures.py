@@ -81,6 +81,7 @@ def test_allocator_settings_work(dry_run, conf):
     assert run.answer["notes"] == [] or "cudaMallocAsync" in run.answer["notes"][0]["text"]
 
 
+@pytest.mark.slow
 def test_no_caching_mode_works(dry_run):
     run = dry_run(
         TRAIN + "    for _ in range(4): step()\n", env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

@@ -121,6 +121,7 @@ def test_the_example_fits_for_three_steps_and_runs_out_with_its_longest_batch(dr
     assert whole["peak"]["step"] == 9
 
 
+@pytest.mark.slow
 @warm
 def test_equal_batches_are_said_in_one_line_and_change_nothing(dry_run):
     run = dry_run(SCRIPT, "40", options=("--longest", "--steps", "3"))

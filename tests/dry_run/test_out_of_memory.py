@@ -153,6 +153,7 @@ def test_a_script_that_reduces_its_batch_fits(dry_run):
     assert run.answer["peak"]["allocated"] == alone.answer["peak"]["allocated"]
 
 
+@pytest.mark.slow
 def test_workspaces_that_pytorch_itself_does_without_are_not_errors_that_the_script_caught(dry_run):
     script = """
         import torch
@@ -186,6 +187,7 @@ def test_an_engine_that_divides_its_batch_fits(dry_run):
     assert run.answer["caught"] > 0
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_recognised_when_raised_by_the_script_or_turned_into_another_error(dry_run):
     raised = dry_run(TRAIN + "    step()\n    raise torch.OutOfMemoryError('mine')\n")
     assert raised.answer["verdict"] == "out of memory"

@@ -77,6 +77,7 @@ def test_the_other_ranks_send_what_this_one_sends(dry_run):
     assert "The script ran as rank 6 of 8 (GPU 2 of machine 1)." in notes
 
 
+@pytest.mark.slow
 def test_what_fsdp_gathers_of_parameters_is_communication(dry_run, tmp_path):
     trace = tmp_path / "rank.memfit"
     script = SHARDED.replace("fully_shard(layer)", "fully_shard(layer, reshard_after_forward=False)")
@@ -105,6 +106,7 @@ def test_ranks_without_rows_hold_the_padding(dry_run):
     assert found == [2 * 4096 * 4] * 2
 
 
+@pytest.mark.slow
 def test_ranks_agree_with_this_one_that_inputs_are_used_up(dry_run):
     script = f"""{JOIN}
     from torch.distributed.algorithms.join import Join

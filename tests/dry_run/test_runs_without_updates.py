@@ -123,6 +123,7 @@ SKIPS = """
 """
 
 
+@pytest.mark.slow
 def test_updates_skipped_before_their_backward_make_a_run_incomplete_and_the_read_is_named(dry_run):
     run = dry_run(SKIPS)
     assert (run.code, run.answer["verdict"], run.answer["steps"]) == (3, "unknown", 0)
@@ -189,9 +190,14 @@ LABELS = """
 @pytest.mark.parametrize(
     ("label", "expert", "lines"),
     [
-        ("sure.any()", "x.size(0) > 0", [21]),
-        ("not sure.any()", "(x > 2).any()", [11]),
-        ("n == 0 or not sure.any()", "(x < 9).any().item() or self.training", []),
+        pytest.param("sure.any()", "x.size(0) > 0", [21], marks=pytest.mark.slow),
+        pytest.param("not sure.any()", "(x > 2).any()", [11], marks=pytest.mark.slow),
+        pytest.param(
+            "n == 0 or not sure.any()",
+            "(x < 9).any().item() or self.training",
+            [],
+            marks=pytest.mark.slow,
+        ),
         ("sure.float().mean().item() > 1.5", "(x > 2).any() and self.training", [11, 21]),
     ],
 )

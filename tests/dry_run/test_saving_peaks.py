@@ -38,7 +38,7 @@ SAVE = f"""{JOIN}
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_saving_takes_nothing_or_a_gathered_parameter_or_the_whole_model(dry_run, rank):
     done = dry_run(SAVE, options=("--gpu", "H100", "--nproc", f"{RANKS}", "--rank", f"{rank}", "--to-end"))
     assert [line.split()[1:] for line in done.out.splitlines() if line.startswith("peak")] == [

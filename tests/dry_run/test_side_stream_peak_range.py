@@ -120,6 +120,7 @@ def test_where_memory_is_short_pytorch_waits_for_streams(dry_run, seed):
     assert small.answer["peak"]["process"] <= process["least"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_at_the_lower_bound_needs_at_least_that(dry_run):
     """No second run has found how much more it needs with collectives that hold their tensors."""
     least = racing(dry_run).answer["range"]["process"]["least"]
@@ -130,6 +131,7 @@ def test_what_does_not_fit_at_the_lower_bound_needs_at_least_that(dry_run):
     assert small.answer["needs"]["bytes"] == least
 
 
+@pytest.mark.slow
 def test_what_fits_at_the_lower_bound_alone_may_not_fit(dry_run):
     """A collective holds its tensors until the script waits for it, however short memory is."""
     process = dry_run(DROPPED, options=("--nproc", "2")).answer["range"]["process"]
@@ -139,6 +141,7 @@ def test_what_fits_at_the_lower_bound_alone_may_not_fit(dry_run):
     assert f"MAY NOT FIT   needs at most {process['most'] / 2**30:.2f} GiB; this GPU has" in small.out
 
 
+@pytest.mark.slow
 def test_a_run_is_incomplete_if_the_second_one_that_finds_its_largest_need_fails(dry_run):
     only_once = "        step != 1 or open('once', 'x')\n        model("
     script = RACE.replace("SEED", "0").replace("WAIT", "pass").replace("        model(", only_once)

@@ -137,6 +137,7 @@ def test_a_file_that_no_rank_writes_is_named_with_the_barrier(run):
     assert "but rank 0, which memfit ran up to there, has not written it." in done.err
 
 
+@pytest.mark.slow
 def test_barriers_wait_for_a_rank_that_runs_beside(run):
     done, beside = run("""
     import time
@@ -174,6 +175,7 @@ def test_a_loop_that_waits_for_a_file_ends_when_another_rank_has_written_it(run)
     assert beside
 
 
+@pytest.mark.slow
 def test_a_loop_that_waits_for_a_file_of_nobody_is_refused(run):
     done, _ = run("""
     import time

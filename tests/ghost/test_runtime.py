@@ -227,6 +227,7 @@ def test_without_caching_the_log_has_every_allocation(on_ghost):
     assert out == "0 True True\n0\n"
 
 
+@pytest.mark.slow
 @pytest.mark.warm
 def test_expandable_segments_are_mapped_and_released(on_ghost):
     out = on_ghost(
@@ -314,6 +315,7 @@ def test_counts_are_answered_on_this_thread_only(on_ghost):
     assert out == "torch.Size([3, 1])\ntorch.Size([0, 1])\ntorch.Size([0, 1])\n"
 
 
+@pytest.mark.slow
 def test_forked_children_may_set_another_capacity(on_ghost):
     out = on_ghost("""
         import dataclasses, os, sys

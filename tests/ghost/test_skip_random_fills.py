@@ -72,6 +72,7 @@ print(first.mul_(float("inf"))[0, 0].item(), other.div_(0)[0, 0].item())
     ]
 
 
+@pytest.mark.slow
 def test_any_write_to_a_zero_tensor_makes_it_ordinary(printed):
     script = """
 import numpy
@@ -97,6 +98,7 @@ for write in (edge, numpy_write, data_write, view_write, index_write, copied, po
     assert printed(script) == ["[1.0, 1.0, 2.0, 2.0]"] * 7
 
 
+@pytest.mark.slow
 def test_small_and_unowned_tensors_behave_as_in_plain_pytorch(printed):
     script = """
 def work():
@@ -184,6 +186,7 @@ def test_a_large_model_built_on_the_cpu_does_not_fill_host_memory(printed):
     assert printed(BUILD_LLAMA) == ["True", "True"]  # 7 GiB of parameters, on the GPU with what trains them
 
 
+@pytest.mark.slow
 def test_new_random_tensors_are_real_and_a_skipped_fill_is_noted(printed):
     script = """
 from memfit.ghost.skip_random_fills import RandomFillSkipper

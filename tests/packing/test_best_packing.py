@@ -57,7 +57,9 @@ def test_the_smallest_packing_is_found_and_proved_optimal(given_rows, period):
     assert below.is_infeasible
 
 
-@pytest.mark.parametrize(("seed", "count"), [(1, 30), (2, 60), (3, 90), (4, 120), (5, 150)])
+@pytest.mark.parametrize(
+    ("seed", "count"), [(1, 30), (2, 60), (3, 90), (4, 120), pytest.param(5, 150, marks=pytest.mark.slow)]
+)
 def test_problems_with_a_gapless_packing_are_packed_without_gaps(seed, count):
     problem = gapless_problem(seed, count)
     found = pack_buffers(problem, seconds=120)

@@ -71,6 +71,7 @@ def test_kernels_of_graphs_and_operations_beside_them_are_recorded(run):
         assert plain.trace.statistics[peak] == result.trace.statistics[peak]
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_are_compiled_into_the_graph(run):
     result = run(Change({"checkpointing": {}}, operations=True), "every block")
     assert isinstance(result, TrialResult)

@@ -217,6 +217,7 @@ def test_recomputed_activations_are_distinguished_from_checkpoint_inputs(attribu
     assert not bytes_of(found, category="activations", phase="recompute")
 
 
+@pytest.mark.slow
 def test_nested_checkpoints_recompute_activations_and_inner_inputs(attributed):
     nested = """
 inner = net.blocks

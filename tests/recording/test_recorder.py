@@ -242,6 +242,7 @@ def test_peaks_after_a_reset_agree_with_the_statistics(trace_of):
     assert trace.statistics["allocated_bytes.all.peak"] < 4 << 28
 
 
+@pytest.mark.slow
 def test_parameters_under_torch_func_are_skipped(trace_of):
     script = (
         NET

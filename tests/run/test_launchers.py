@@ -81,6 +81,7 @@ def test_a_world_size_without_its_peers_is_refused():
         check_world_size_is_one({"WORLD_SIZE": "2"})
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_script_behind_torchrun_trains_in_place(tmp_path):
     (tmp_path / "x.py").write_text(
@@ -115,7 +116,11 @@ def test_a_script_behind_torchrun_runs_as_the_rank_that_is_named(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("options", "arguments"), [((), ["--local_rank=2", "--lr", "1"]), (("--no_local_rank",), ["--lr", "1"])]
+    ("options", "arguments"),
+    [
+        ((), ["--local_rank=2", "--lr", "1"]),
+        pytest.param(("--no_local_rank",), ["--lr", "1"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_script_behind_deepspeed_gets_its_rank_as_an_argument(tmp_path, options, arguments):
     (tmp_path / "x.py").write_text(

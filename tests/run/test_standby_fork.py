@@ -44,7 +44,7 @@ RACES_IN_EACH_STEP = """
             marks=pytest.mark.slow,
         ),
         pytest.param("side = torch.cuda.Stream()", "1 << 20", marks=pytest.mark.slow),
-        ("torch.manual_seed(3)", "int(torch.randint(1 << 20, (1,)))"),
+        pytest.param("torch.manual_seed(3)", "int(torch.randint(1 << 20, (1,)))", marks=pytest.mark.slow),
     ],
 )
 def test_a_forked_run_has_the_trace_of_a_whole_run(tmp_path, before, size):
@@ -248,7 +248,7 @@ def test_strategies_are_applied_in_a_fork_as_when_the_optimizer_was_created(tmp_
     ("before", "call"),
     [
         (f"{BLOCKS}\nmodel = torch.nn.Sequential(model)", "model("),  # the plan was not for this one
-        (BLOCKS, "model.forward("),
+        pytest.param(BLOCKS, "model.forward(", marks=pytest.mark.slow),
     ],
 )
 def test_a_plan_that_would_have_come_too_late_runs_the_whole_script(tmp_path, before, call):

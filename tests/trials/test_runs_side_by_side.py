@@ -156,7 +156,7 @@ SLEEPS = """
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_both_scripts_and_leaves_no_folder(tmp_path, number):
     (tmp_path / "script.py").write_text(textwrap.dedent(SLEEPS))
     (temporary := tmp_path / "tmp").mkdir()

@@ -167,6 +167,7 @@ def test_the_dry_run_names_the_function_and_the_library(dry_run, workshop):
     assert provenance["allocated"] == "assumed"  # the function might have allocated memory
 
 
+@pytest.mark.slow
 def test_missing_driver_functions_share_one_note(dry_run):
     """A library that contains a CUDA runtime looks up hundreds of them."""
     script = """
@@ -203,6 +204,7 @@ def test_an_imported_extension_module_gets_stubs_too(on_ghost, workshop):
     ]
 
 
+@pytest.mark.slow
 def test_an_extension_built_for_another_cuda_version_is_not_loaded(dry_run, workshop):
     cudart = workshop.versioned("libcudart.so.12", "int cudaMalloc(void **p, unsigned long n) { return 0; }")
     path = workshop.extension(cudart=cudart)

@@ -74,6 +74,7 @@ def test_the_first_use_may_be_the_import_of_a_config_module_which_refuses_attrib
     assert done.answer["end"]["reason"] == "end", done.err
 
 
+@pytest.mark.slow
 def test_garbage_that_holds_memory_is_collected_as_by_the_import(dry_run):
     done = dry_run("""
         import gc, torch

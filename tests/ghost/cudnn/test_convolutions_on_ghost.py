@@ -66,7 +66,7 @@ layer(torch.zeros(6, 3, 6, 6, device="cuda")).sum().backward()
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("gpu", ["H100-80GB", "RTX-5090"])
+@pytest.mark.parametrize("gpu", ["H100-80GB", pytest.param("RTX-5090", marks=pytest.mark.slow)])
 def test_pytorch_learns_for_which_architecture_a_plans_kernels_are(gpu, tmp_path):
     script = tmp_path / "pointwise.py"
     script.write_text(POINTWISE)

@@ -72,7 +72,9 @@ shown["spaces"] = sorted({(space.size, space.label) for space in ghost.workspace
 """
 
 
-@pytest.mark.parametrize(("api", "benchmark"), [("graph", False), ("older", True)])
+@pytest.mark.parametrize(
+    ("api", "benchmark"), [("graph", False), pytest.param("older", True, marks=pytest.mark.slow)]
+)
 def test_questions_and_workspaces_of_convolutions(shown, api, benchmark):
     environment = {"TORCH_CUDNN_V8_API_DISABLED": "1"} if api == "older" else {}
     results = shown(CONVOLUTIONS.replace("BENCHMARK", str(benchmark)), **environment)

@@ -211,6 +211,7 @@ print({key: stats[key] for key in stats if key.startswith(exact)})  # splits dep
 """
 
 
+@pytest.mark.slow
 def test_answering_reads_changes_no_allocation(on_ghost):
     plain = on_ghost(INSTALL_VALUES + TRAIN_GPT)
     answered = on_ghost(INSTALL_VALUES + "values = install()\n" + TRAIN_GPT)

@@ -158,7 +158,7 @@ def test_a_model_may_be_sharded_before(two_ranks, mode):
     assert_alike(ranks, rank_cases.steps(0, 1, None, sizes))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 def test_lenet_on_two_ranks_with_three_micro_batches_as_on_one_process_with_six(two_ranks, dtype):
     ranks = two_ranks.run("lenet", dtype, 8)
     alone = rank_cases.lenet(0, 1, dtype, 8)
