@@ -307,7 +307,12 @@ class Watch:
             ran_out = self._failed_step == self._step
             self._print_differences(compared.finish(now, ran_out=ran_out))
         if self._last is None:
-            _print_line("no training step that uses a GPU completed while memfit watched.")
+            import torch
+
+            if torch.cuda.is_available():
+                _print_line("no training step that uses a GPU completed while memfit watched.")
+            else:
+                _print_line("nothing was measured: PyTorch finds no GPU here.")
             return
         step, measured = self._last
         # The peak may have risen since, also in a step that did not complete.
