@@ -397,4 +397,14 @@ class _OperationSearch(PlanSearch):
 
     def _completed(self, answer: ScriptPlan) -> ScriptPlan:
         sent = bytes_sent_before_and_under(answer, self._script.ranks)
-        return self._divisions.completed(replace(answer, in_loop=self._in_loop, sent=sent))
+        in_loop = self._in_loop or self._faster_in_loop(answer.chosen)
+        return self._divisions.completed(replace(answer, in_loop=in_loop, sent=sent))
+
+    def _faster_in_loop(self, chosen: PlanRun | None) -> PlanRun | None:
+        """Return the fastest plan that fits and takes less time for a change of the loop, if one ran."""
+        if chosen is None or self._divisions.only_in_model:
+            return None
+        ran = [run for run in (*self._ran, *self._runs.tried) if is_made_by_loop(run.change)]
+        fitting = (self._divisions.made_by_loop(run) for run in ran if self._runs.fits(run))
+        faster = (run for run in fitting if run.time < chosen.time - WORTH)
+        return min(faster, key=lambda run: run.time, default=None)

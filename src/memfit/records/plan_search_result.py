@@ -115,8 +115,8 @@ class ScriptPlan(PrintableResult):
     sharding_calls: tuple[ShardingCalls, ...] = ()
     """How the script as written shards itself, by calls whose options plans change."""
     in_loop: PlanRun | None = None
-    """The chosen plan with micro-batches that the script's loop makes in place of batch slices: less time,
-    for a change of the loop."""
+    """A plan with micro-batches that the script's loop makes: less time than the chosen plan, for a change of
+    the loop. None if no such plan fits."""
     sent: tuple[int, int] | None = None
     """About how many bytes a rank sends to others in a step, as ``as_written`` and under the chosen plan;
     assumed. None unless the plan shards a script for one GPU."""
