@@ -9,6 +9,7 @@ import torch
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.planning.batch_divisions_to_try import BatchDivisionsToTry
+from memfit.planning.checkpointing_bases import CheckpointingBases
 from memfit.planning.choose_checkpointing import CheckpointChooser
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import (
@@ -97,6 +98,17 @@ def test_where_slices_are_not_known_to_suit_the_model_whole_batches_are_recomput
     found = planned(BatchedScript(), 0.55)
     assert found.chosen.change.plan.keys() == {"checkpointing"}
     assert found.chosen.equality == "bit for bit"
+
+
+@pytest.mark.parametrize(("budget", "parts"), [(0.55, [2]), (0.3, [2, 4])])
+def test_a_loop_that_would_save_time_is_named_beside_recomputation(monkeypatch, budget, parts):
+    """Slices that run twice cost more than recomputation, and what the loop would divide costs nothing."""
+    monkeypatch.setattr(CheckpointingBases, "forward_again", lambda _: 2.0)
+    script = BatchedScript()
+    found = planned(script, budget)
+    assert found.chosen.change.plan.keys() == {"checkpointing"}
+    assert (found.in_loop.change.parts, script.divided) == (parts[-1], parts)
+    assert found.bound <= found.in_loop.time < found.chosen.time - 0.05
 
 
 def test_modules_of_slices_are_not_recomputed_in_parts(monkeypatch):

@@ -138,6 +138,25 @@ class BatchDivisionsToTry:
                 chosen = fastest()
         return chosen
 
+    def try_in_loop(self, chosen: PlanRun, bases: Sequence[CheckpointingBase]) -> None:
+        """Run smaller micro-batches until some fit, where the loop would save far more time than memfit can.
+
+        Args:
+            chosen: the fastest plan that leaves the loop as it is.
+            bases: of the search.
+        """
+        divided = [each for each in bases if is_made_by_loop(each.change)]
+        last = next((each for each in divided[::-1] if "optimizer_state" not in each.change.plan), None)
+        if last is None or self.only_in_model:
+            return
+        why = self.why_no_more
+        self.left = [way for way in self._ways if way.parts > last.change.parts]
+        while self.left and not self._runs.fits(last.run):
+            if self.made_by_loop(last.run).time > chosen.time - _WORTH_MORE_RUNS:
+                break
+            (last,) = self.make(bases[0], last) or (last,)
+        self.left, self.why_no_more = [], why
+
     def divided_in_model(self, bases: Iterable[CheckpointingBase], optimizer: int | None) -> PlanRun | None:
         """Return the fastest plan that fits, by slices if nothing sets the size of batches.
 

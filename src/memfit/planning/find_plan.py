@@ -241,9 +241,11 @@ class _OperationSearch(PlanSearch):
             chosen = self._search([base for base in bases if base.change.parts == 1])
             if chosen is None or chosen.time > self._allowed.slowdown:
                 chosen = self._in_loop or chosen
-        return (
-            self._no_plan() if chosen is None else self._answer(chosen=chosen, bound=min(bound, chosen.time))
-        )
+        if chosen is None:
+            return self._no_plan()
+        if self._in_loop is None:
+            self._divisions.try_in_loop(chosen, bases)
+        return self._answer(chosen=chosen, bound=min(bound, chosen.time))
 
     def _search_roots(self, roots: Iterable[CheckpointingBase]) -> list[CheckpointingBase]:
         """Choose the fastest plan under some roots; return these, and the divisions of their batches."""
@@ -398,7 +400,8 @@ class _OperationSearch(PlanSearch):
     def _completed(self, answer: ScriptPlan) -> ScriptPlan:
         sent = bytes_sent_before_and_under(answer, self._script.ranks)
         in_loop = self._in_loop or self._faster_in_loop(answer.chosen)
-        return self._divisions.completed(replace(answer, in_loop=in_loop, sent=sent))
+        bound = answer.bound if in_loop is None else min(answer.bound, in_loop.time)
+        return self._divisions.completed(replace(answer, in_loop=in_loop, bound=bound, sent=sent))
 
     def _faster_in_loop(self, chosen: PlanRun | None) -> PlanRun | None:
         """Return the fastest plan that fits and takes less time for a change of the loop, if one ran."""
