@@ -204,15 +204,32 @@ class BatchDivisionsToTry:
         """Return a run with the time that it takes if the loop divides batches."""
         return self._sliced.made_by_loop(run)
 
-    def completed(self, answer: ScriptPlan) -> ScriptPlan:
-        """Return an answer with why batches are not divided; what the loop divides has the time of that."""
+    def completed(self, answer: ScriptPlan, ran: Iterable[PlanRun]) -> ScriptPlan:
+        """Return an answer with why batches are not divided; what the loop divides has the time of that.
+
+        Args:
+            answer: of the search.
+            ran: before the plans that were tried.
+        """
         tried = tuple(map(self.made_by_loop, self.left_to_memfit(answer.tried)))
         smallest = None if answer.smallest is None else self.made_by_loop(answer.smallest)
         undivided = self.why_no_more or self.only_in_model
+        in_loop = answer.in_loop or self._faster_in_loop(answer.chosen, ran)
         # Slices of other sizes have not run.
         least = 1.0 + self._bases.forward_again() / 2 if self._slices else INFINITY
-        bound = min(answer.bound, least)
-        return replace(answer, undivided=undivided, tried=tried, smallest=smallest, bound=bound)
+        bound = min(answer.bound, least, INFINITY if in_loop is None else in_loop.time)
+        return replace(
+            answer, undivided=undivided, tried=tried, smallest=smallest, bound=bound, in_loop=in_loop
+        )
+
+    def _faster_in_loop(self, chosen: PlanRun | None, ran: Iterable[PlanRun]) -> PlanRun | None:
+        """Return the fastest plan that fits and takes less time for a change of the loop, if one ran."""
+        if chosen is None or self.only_in_model:
+            return None
+        divided = [run for run in (*ran, *self._runs.tried) if is_made_by_loop(run.change)]
+        fitting = (self.made_by_loop(run) for run in divided if self._runs.fits(run))
+        faster = (run for run in fitting if run.time < chosen.time - WORTH)
+        return min(faster, key=lambda run: run.time, default=None)
 
     def begin(self, root: CheckpointingBase) -> None:
         """Begin with a base with whole batches: find the divisions that may be enough for it.

@@ -366,11 +366,9 @@ class _OperationSearch(PlanSearch):
         if base.change in self._ran_in_blocks:
             return None
         self._ran_in_blocks.add(base.change)
-        made = self._runs.make(
-            base.change | block_checkpointing_policies(self._optimizer)[0],
-            functools.partial(self._bases.relative, base.change, copies=base.copies),
-            operations=True,
-        )
+        plan = base.change | block_checkpointing_policies(self._optimizer)[0]
+        relative = functools.partial(self._bases.relative, base.change, copies=base.copies)
+        made = self._runs.make(plan, relative, operations=True)
         if isinstance(made, ScriptEnd) or not self._runs.fits(made[1]):
             return None
         self._runs.models = made[0].models
@@ -399,15 +397,4 @@ class _OperationSearch(PlanSearch):
 
     def _completed(self, answer: ScriptPlan) -> ScriptPlan:
         sent = bytes_sent_before_and_under(answer, self._script.ranks)
-        in_loop = self._in_loop or self._faster_in_loop(answer.chosen)
-        bound = answer.bound if in_loop is None else min(answer.bound, in_loop.time)
-        return self._divisions.completed(replace(answer, in_loop=in_loop, bound=bound, sent=sent))
-
-    def _faster_in_loop(self, chosen: PlanRun | None) -> PlanRun | None:
-        """Return the fastest plan that fits and takes less time for a change of the loop, if one ran."""
-        if chosen is None or self._divisions.only_in_model:
-            return None
-        ran = [run for run in (*self._ran, *self._runs.tried) if is_made_by_loop(run.change)]
-        fitting = (self._divisions.made_by_loop(run) for run in ran if self._runs.fits(run))
-        faster = (run for run in fitting if run.time < chosen.time - WORTH)
-        return min(faster, key=lambda run: run.time, default=None)
+        return self._divisions.completed(replace(answer, in_loop=self._in_loop, sent=sent), self._ran)
