@@ -3,9 +3,9 @@
     python benchmarks/planning.py [--budgets 0.9,0.8,0.7] ["SCRIPT ARGUMENTS" ...]
 
 Budgets are shares of what each script needs as written, the CUDA context apart. Checked: no plan needs
-more than its budget, a smaller budget never needs more memory or costs less time, no plan is below the
-bound of its program, and nothing that ran needs less than the floor of another budget's answer. By default,
-the scripts are examples and those of planned_networks.py.
+more than its budget, a smaller budget never needs more memory or costs less time (with the loop changed,
+where that is faster), no plan is below the bound of its program, and nothing that ran needs less than the
+floor of another budget's answer. By default, the scripts are examples and those of planned_networks.py.
 
     python benchmarks/planning.py --checkout FOLDER [--budgets 0.7,0.45] "SCRIPT ARGUMENTS" ...
 
@@ -95,11 +95,12 @@ def rows(command: str, shares: list[float]) -> list[str]:
         if chosen.needs.bytes > least:
             broken.append(f"{name} at {share:.0%} needs more than with more memory")
         least = chosen.needs.bytes
-        if chosen.time < slowest - 0.005:
+        fastest = min(run.time for run in (chosen, found.in_loop) if run is not None)
+        if fastest < slowest - 0.005:
             broken.append(f"{name} at {share:.0%} costs less time than with more memory")
         if found.bound > chosen.time + 1e-9:
             broken.append(f"{name} at {share:.0%} is faster than its bound")
-        slowest = max(slowest, chosen.time)
+        slowest = max(slowest, fastest)
     if ran < floor:
         broken.append(f"{name} has run with less than its floor")
     return broken
