@@ -50,10 +50,10 @@ docs: $(READY)  # docs/cli.md, docs/settings.md and docs/torch-versions.md, from
 guide: $(PAGES)  # all pages and the API reference as one site: build/guide/docs/guide/index.html
 	$(BIN)/sphinx-build -q -W --keep-going -c docs -b html . build/guide
 
-wheel: $(READY)  # built, installed into an environment of its own, and tried
+wheel:  # built, installed into an environment of its own, and tried
 	rm -rf dist build/wheel
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	build/wheel/bin/python -m pip install --quiet --no-compile $(PINS) dist/*.whl
 	cd build/wheel && bin/memfit doctor && bin/memfit dry-run --fail $(CURDIR)/examples/linear1024.py
 
