@@ -156,9 +156,10 @@ def release_before_rebuilding() -> None:
         original(reducer, *args)
 
     def rebuild(original: Callable[..., bool], reducer: Any) -> bool:
-        if reducer in reduces and reducer not in released:
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if reducer in reduces and reducer not in released and not (on_gpu and _capturing()):
             released.add(reducer)
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            if on_gpu:
                 torch.cuda.synchronize()
             wait_until_collectives_released()
         return original(reducer)
