@@ -99,7 +99,7 @@ def _write(function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[s
 
 
 def _copied(part: DTensor) -> DTensor | None:
-    """Return the sharded tensor behind a view of which every rank has a copy, such as a row; None if none."""
+    """Return the sharded tensor of a replicated view, such as a row; None if the part is no such view."""
     base = part._base
     if not isinstance(base, DTensor):
         return None

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.ghost.ranks.collective_release_times import release_before_rebuilding
+from memfit.ghost.ranks.collective_release_times import release_first_buckets
 from memfit.recording.optimizer_accessors import parameters_of
 from memfit.strategies.mechanisms.forward_of_rank import ForwardOfRank, ShareOfRank
 from memfit.strategies.mechanisms.module_patterns import class_name, modules_named, repeated_blocks
@@ -128,7 +128,7 @@ class Sharding:
         if self.mode == "fsdp2":
             self._fully_shard(model, world_size())
             return model
-        release_before_rebuilding()
+        release_first_buckets()
         return DistributedDataParallel(
             model,
             bucket_cap_mb=self.bucket_cap_mb,

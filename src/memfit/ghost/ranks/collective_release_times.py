@@ -64,7 +64,7 @@ class CollectiveWatcher:
         for name in _WORK.names:
             _WORK.wrap(name, self._note_wait)
         _COLLECTIVES.wrap("_start_coalescing", self._start)
-        release_before_rebuilding()
+        release_first_buckets()
 
     def remove(self) -> None:
         """Leave all collectives as they are from now on."""
@@ -140,7 +140,7 @@ def wait_until_collectives_released() -> None:
 
 
 @functools.cache
-def release_before_rebuilding() -> None:
+def release_first_buckets() -> None:
     """Have DistributedDataParallel's first buckets released before a forward puts others in their place.
 
     It does so once, in the forward after the first reduction. If that is of the same step, the watchdog may
