@@ -109,6 +109,36 @@ def test_what_a_collective_holds_is_a_range_unless_the_script_holds_it_too(dry_r
         assert (answer["range"], answer["peak"]["allocated"]) == (None, most)
 
 
+REDUCED = """
+    import torch
+    from torch import distributed, nn
+    torch.cuda.set_device(0)
+    distributed.init_process_group("nccl")
+    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(4)]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers).cuda())
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(BACKWARDS):
+            model(torch.randn(8, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("backwards", "gradients"), [(1, 0), (2, 4 * 4 * MIB)])
+def test_first_buckets_that_a_step_reduces_and_rebuilds_are_held_as_long_as_the_gpu_takes(
+    dry_run, backwards, gradients
+):
+    script = REDUCED.replace("BACKWARDS", str(backwards))
+    answer = dry_run(script, options=("--nproc", "2", "--to-end")).answer
+    if gradients:
+        allocated = answer["range"]["allocated"]
+        assert allocated["most"] - allocated["least"] == gradients
+        assert answer["peak"]["allocated"] == allocated["most"]
+    else:
+        assert answer["range"] is None
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_where_memory_is_short_pytorch_waits_for_streams(dry_run, seed):
     """The script needs what it takes if all work is done at once, and runs on a GPU of that size."""

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from memfit.patching.patches import Patch
 
@@ -40,11 +40,17 @@ class _Issued:
 
 
 class CollectiveWatcher:
-    """Watches the collectives that a script issues from Python."""
+    """Watches the collectives that a script issues from Python, and DistributedDataParallel's first ones."""
+
+    waits: ClassVar[int] = 0
+    """How often this process has waited until all collectives were released."""
 
     def __init__(self) -> None:
         self.race = False
-        """Whether the script dropped a tensor that a collective held: only the GPU decides until when."""
+        """Whether the script dropped a tensor that a collective held: only the GPU decides until when.
+
+        Or DistributedDataParallel dropped its first buckets, in the step in which it reduced them.
+        """
         self._issued: weakref.WeakKeyDictionary[Any, _Issued] = weakref.WeakKeyDictionary()
         self._coalescing: list[Any] | None = None
         """The tensors of the collectives that are being issued together; None if they are issued alone."""
@@ -64,7 +70,7 @@ class CollectiveWatcher:
         for name in _WORK.names:
             _WORK.wrap(name, self._note_wait)
         _COLLECTIVES.wrap("_start_coalescing", self._start)
-        release_first_buckets()
+        _before_first_rebuild(self._release_buckets)
 
     def remove(self) -> None:
         """Leave all collectives as they are from now on."""
@@ -96,6 +102,11 @@ class CollectiveWatcher:
             self._issued[work].awaited = True
         return wait(work, *args, **kwargs)
 
+    def _release_buckets(self, race: bool) -> None:
+        if not self._removed:
+            self.race |= race
+            wait_until_collectives_released()
+
     def _dropped(self, collective: _Issued) -> None:
         """A tensor is gone, perhaps before the script waited for its collective."""
         self.race |= not collective.awaited
@@ -115,7 +126,7 @@ def _tensors(values: Any) -> Iterator[Any]:
 def _capturing() -> bool:
     import torch
 
-    return torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def wait_until_collectives_released() -> None:
@@ -129,6 +140,7 @@ def wait_until_collectives_released() -> None:
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():
         return
+    CollectiveWatcher.waits += 1
     nccl = getattr(c10d, "ProcessGroupNCCL", None)
     if nccl is None:  # a PyTorch without it
         return
@@ -143,25 +155,37 @@ def wait_until_collectives_released() -> None:
 def release_first_buckets() -> None:
     """Have DistributedDataParallel's first buckets released before a forward puts others in their place.
 
-    It does so once, in the forward after the first reduction. If that is of the same step, the watchdog may
-    or may not have looked: the peak would hold all gradients once more, or not.
+    Otherwise the watchdog may or may not have looked by then: the peak would hold all gradients once more, or
+    not.
     """
     import torch
 
-    reduces: weakref.WeakSet[Any] = weakref.WeakSet()
-    released: weakref.WeakSet[Any] = weakref.WeakSet()
+    def wait(_race: bool) -> None:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        wait_until_collectives_released()
+
+    _before_first_rebuild(wait)
+
+
+def _before_first_rebuild(act: Callable[[bool], None]) -> None:
+    """Call a function once for each DistributedDataParallel, before it rebuilds its buckets.
+
+    Args:
+        act: called in the forward after the first reduction, with whether nothing has waited for collectives
+            since, which is so if that forward is of the same step.
+    """
+    waits_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    acted: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def prepare(original: Callable[..., None], reducer: Any, *args: Any) -> None:
-        reduces.add(reducer)
+        waits_before[reducer] = CollectiveWatcher.waits
         original(reducer, *args)
 
     def rebuild(original: Callable[..., bool], reducer: Any) -> bool:
-        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if reducer in reduces and reducer not in released and not (on_gpu and _capturing()):
-            released.add(reducer)
-            if on_gpu:
-                torch.cuda.synchronize()
-            wait_until_collectives_released()
+        if reducer in waits_before and reducer not in acted and not _capturing():
+            acted.add(reducer)
+            act(waits_before[reducer] == CollectiveWatcher.waits)
         return original(reducer)
 
     _REDUCER.wrap("prepare_for_backward", prepare)
