@@ -162,7 +162,10 @@ class _HeldGradients(torch.autograd.Function):
                 "Leave out batch_slices."
             )
         upstream = upstream if upstream.dtype == torch.float64 else upstream.float()
-        factor = upstream if ctx.divisor is None else upstream / ctx.divisor
+        divisor = 1 if ctx.divisor is None else ctx.divisor
+        if not ctx.work.rule.is_quotient:
+            divisor = divisor + (divisor == 0)  # a mean of nothing has gradients of 0
+        factor = upstream / divisor
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         if ctx.again is not None:
             _ = ctx.saved_tensors
