@@ -24,6 +24,8 @@ from support.slice_cases import (
     with_labels,
 )
 
+OUT_OF_SIGHT = torch.Generator()
+
 
 def keeping(model):
     model.kept = [None]
@@ -188,6 +190,10 @@ REFUSED = {
             ),
         ),
         "a hook on a layer, keeps a result of NativeLayerNormBackward0 (1 x 4 x 9 for one sample)",
+    ),
+    "a generator out of sight": (
+        Case(lambda s, x: s.logits(x) * torch.rand(5, generator=OUT_OF_SIGHT)),
+        "test_batch_slices_refused.py:",
     ),
     "spectral norm": (
         Case(Of.logits, prepare=lambda model: nn.utils.parametrizations.spectral_norm(model.up)),
