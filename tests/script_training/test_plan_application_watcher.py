@@ -57,7 +57,7 @@ def test_a_sharding_takes_several_processes(train, plan_file):
     assert f"memfit: stopped before the script started. Write {again}.\n" in trained.err
 
 
-@pytest.mark.parametrize("settings", [{"batch_slices": {"count": 2}}, {"precision": {}}], ids=["slices", "bf16"])
+@pytest.mark.parametrize("settings", [{"batch_slices": {"count": 2}}, {"precision": {}}])
 @pytest.mark.parametrize(("forward", "code"), [("model", 0), ("model[0]", 3)], ids=["model", "its layer"])
 def test_slices_and_precision_take_a_call_of_the_model_itself(train, plan_file, settings, forward, code):
     assert "model(torch" in STEPS

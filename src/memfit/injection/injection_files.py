@@ -9,8 +9,8 @@ import msgspec
 from memfit.records import Change, OperationCounts, ShardingCalls
 
 NEVER_CALLED = (
-    "the script calls no module between the optimizer's creation and its step, where optimizer_state would be "
-    "applied."
+    "the script calls no module between the optimizer's creation and its step, where optimizer_state would "
+    "be applied."
 )
 """Why an optimizer does not have its part of a plan, until the script calls a module."""
 
