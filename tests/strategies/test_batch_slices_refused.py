@@ -1,5 +1,6 @@
 """What batch slices refuse: models that combine samples, and what a loss of one slice's tensors would be."""
 
+import functools
 import random
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit import BatchSlices
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms import forward_side_effects
 from support.slice_cases import (
     CLASSES,
     WIDTH,
@@ -23,6 +25,8 @@ from support.slice_cases import (
     trained,
     with_labels,
 )
+
+OUT_OF_SIGHT = torch.Generator()
 
 
 def keeping(model):
@@ -191,7 +195,11 @@ REFUSED = {
                 lambda _, __, out, kept=[]: kept.append(out)
             ),
         ),
-        "a hook on a layer, keeps a result of NativeLayerNormBackward0 (1 x 4 x 9 for one sample)",
+        "batch_slices: norm has a forward hook, ",
+    ),
+    "a generator out of sight": (
+        Case(lambda s, x: s.logits(x) * torch.rand(5, generator=OUT_OF_SIGHT)),
+        "test_batch_slices_refused.py:",
     ),
     "spectral norm": (
         Case(Of.logits, prepare=lambda model: nn.utils.parametrizations.spectral_norm(model.up)),
@@ -261,12 +269,19 @@ def test_a_second_derivative_is_refused(loss):
 
 
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
-def test_a_hook_of_a_later_step_is_refused_too_and_one_that_detaches_is_not(register):
+def test_a_hook_of_a_later_step_is_refused_too_and_one_of_a_library_is_not(register, monkeypatch):
     kept = []
     model = Of(Of.logits)
     BatchSlices(2).apply(model)
     x = torch.randn(4, 4, WIDTH)
     model(x).sum().backward()
+    of_each_module = getattr(nn.modules.module, register.replace("_forward", "_module_forward"))
+    for add, whose in ((getattr(model.head, register), "head"), (of_each_module, "each module")):
+        added = add(functools.partial(lambda _, *of: kept.append(tree_leaves(of)[-1])))
+        with pytest.raises(UsageError, match=f"{whose} has a forward hook, .*<lambda> at {__file__}:"):
+            model(x)
+        added.remove()
+    monkeypatch.setattr(forward_side_effects, "is_user_file", lambda _: False)
     detaching = getattr(model.head, register)(lambda _, *of: kept.append(tree_leaves(of)[0].detach()))
     model(x).sum().backward()
     assert kept

@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import MemfitError, UsageError
 from memfit.random_state import DrawnRandomNumbers
+from memfit.strategies.mechanisms.buffer_snapshots import own_generators
 from memfit.strategies.mechanisms.constant_draws import ConstantDraws, seed_shuffles
 from memfit.strategies.mechanisms.forward_side_effects import ADVICE, SideEffects
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
@@ -75,12 +76,13 @@ def learn_outputs(
     """
     aliases = leaf_aliases(module) if can_be_replaced(module) else {}
     kind = next((each.device.type for each in module.parameters()), "cpu")
-    effects = SideEffects(module)
+    effects, own = SideEffects(module), own_generators(module)
+    generators = (torch.default_generator, *own)
     with autocast_to(kind, lower := autocast_dtype(kind), cache=False), parameters_replaced(module, aliases):
-        with effects, nullcontext() if is_ghost_loaded() else ConstantDraws():  # type: ignore[no-untyped-call]
+        with effects, nullcontext() if is_ghost_loaded() else ConstantDraws(own):
             outputs = []
             for call in calls:
-                with DrawnRandomNumbers.start((torch.default_generator,)).replay():
+                with DrawnRandomNumbers.start(generators).replay():
                     seed_shuffles()
                     outputs.append(_flat_output(call))
                 effects.called()

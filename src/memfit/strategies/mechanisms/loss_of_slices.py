@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memfit.errors import UsageError
 from memfit.random_state import DrawnRandomNumbers
+from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
 from memfit.strategies.mechanisms.independent_samples import keeping_shapes_alone, place_of_loss
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
@@ -141,8 +142,11 @@ class _HeldGradients(torch.autograd.Function):
         kind = work.kind()
         ctx.autocast = kind, autocast_dtype(kind)
         if work.needs_scaled_loss():
-            ctx.again = DrawnRandomNumbers.start((torch.default_generator,))
+            tracker = BufferTracker("the model")
+            ctx.before = tracker.snapshot(work.module)
+            ctx.again = DrawnRandomNumbers.start((torch.default_generator, *ctx.before.generators))
             loss = work.run(outputs, None)
+            tracker.record_changes(ctx.before)
             ctx.again.keep_drawn()
             ctx.save_for_backward(*parameters)  # a change of theirs before the backward is an error
         else:
@@ -167,7 +171,7 @@ class _HeldGradients(torch.autograd.Function):
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         if ctx.again is not None:
             _ = ctx.saved_tensors
-            with ctx.again.replay(), autocast_to(*ctx.autocast):
+            with ctx.before.restored(), ctx.again.replay(), autocast_to(*ctx.autocast):
                 _, gradients = ctx.work.differentiate(None, factor)
             if not keep:
                 ctx.work.calls = ()

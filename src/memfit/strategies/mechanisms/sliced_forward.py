@@ -21,7 +21,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.forward_side_effects import ADVICE, package_of_hook
+from memfit.strategies.mechanisms.forward_side_effects import (
+    ADVICE,
+    expect_no_forward_hooks,
+    package_of_hook,
+)
 from memfit.strategies.mechanisms.independent_samples import (
     expect_independent_layers,
     learn_outputs,
@@ -74,6 +78,7 @@ class SlicedForward(WrappedForward):
         if not sizes[1:]:
             return forward(*args, **kwargs)
         expect_independent_layers(self.module)
+        expect_no_forward_hooks(self.module)
         self._expect_own_parameters()
         passed = self._kind_of(as_passed)
         if passed not in self._rules:
