@@ -57,11 +57,14 @@ def test_a_sharding_takes_several_processes(train, plan_file):
     assert f"memfit: stopped before the script started. Write {again}.\n" in trained.err
 
 
+@pytest.mark.parametrize("settings", [{"batch_slices": {"count": 2}}, {"precision": {}}])
 @pytest.mark.parametrize(("forward", "code"), [("model", 0), ("model[0]", 3)], ids=["model", "its layer"])
-def test_slices_take_a_call_of_the_model_itself(train, plan_file, forward, code):
+def test_slices_and_precision_take_a_call_of_the_model_itself(train, plan_file, settings, forward, code):
     assert "model(torch" in STEPS
     script = STEPS.replace("model(torch", f"{forward}(torch")
-    trained = train(script, plan_file({"batch_slices": {"count": 2}}))
+    if settings == {"precision": {}}:  # in a closure
+        script = script.replace(f"{forward}(", f"run = lambda: {forward}(").replace("step()", "step(run)")
+    trained = train(script, plan_file(settings))
     assert (trained.code, "stepped" in trained.out) == (code, code == 0), trained.err
     refused = "NOT APPLIED to Sequential: the script does not call Sequential itself"
     assert (refused in trained.err) == bool(code)
@@ -181,7 +184,7 @@ SECOND = (
     ("before", "after", "says"),
     [
         ("Linear(4, 4))", "BatchNorm1d(4))", "0 is a BatchNorm1d in"),
-        ("print(", HOOK, "the model's forward, or a hook on a layer, keeps a result"),
+        ("print(", HOOK, "0 has a forward hook, <lambda> at "),
         (".sum().backward()", SECOND, "a second derivative"),
     ],
     ids=["batch norm", "hook", "backward"],

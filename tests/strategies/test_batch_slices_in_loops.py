@@ -75,12 +75,14 @@ def test_without_gradients_the_batch_is_not_divided():
     assert sizes == [8, 8]
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["", "own generator"])
 @pytest.mark.parametrize("kind", ["outputs", "loss", "loss in float16"])
-def test_dropout_draws_slice_by_slice_and_the_same_again_in_the_backward(kind):
+def test_dropout_draws_slice_by_slice_and_the_same_again_in_the_backward(kind, own):
     """As a handwritten loop draws; also after a first batch, whose samples memfit runs alone before."""
 
     def forward(s, x):
-        out = F.dropout(s.logits(x), 0.5)
+        out = s.logits(x)
+        out = out * torch.rand(out.shape, generator=s.random[0]).round() if own else F.dropout(out, 0.5)
         return out if kind == "outputs" else out.float().square().sum() if low else out.square().sum()
 
     def train(model, x):
@@ -92,6 +94,7 @@ def test_dropout_draws_slice_by_slice_and_the_same_again_in_the_backward(kind):
     dtype, limit = (torch.float32, 1e-2) if low else (torch.float64, 1e-12)
     plain = Of(forward).to(dtype)
     sliced = copy.deepcopy(plain)
+    sliced.random, plain.random = ([torch.Generator().manual_seed(3)] for _ in range(2))
     BatchSlices(3).apply(sliced)
     for step in range(2):
         x = torch.randn(7, 4, WIDTH, dtype=dtype)
@@ -102,8 +105,36 @@ def test_dropout_draws_slice_by_slice_and_the_same_again_in_the_backward(kind):
         for part in x.split([3, 2, 2]):
             train(plain, part)
         assert torch.equal(after, torch.rand(3))
+        assert torch.equal(sliced.random[0].get_state(), plain.random[0].get_state())
     for one, other in zip(sliced.parameters(), plain.parameters(), strict=True):
         assert one.grad is other.grad is None or (one.grad - other.grad).norm() <= limit * other.grad.norm()
+
+
+@pytest.mark.parametrize("kind", ["outputs", "loss", "loss in float16"])
+def test_a_slice_runs_again_with_the_attributes_of_its_forward(kind):
+    """A task, a mask and a mode that the loop sets between two forwards, and a count of its own."""
+
+    def forward(s, x):
+        out = F.dropout(s.logits(x), 0.5, s.training)[..., s.task] * s.mask
+        return out if kind == "outputs" else out.float().square().sum()
+
+    low = "float16" in kind
+    results = []
+    for slices in (BatchSlices(3), None):
+        torch.manual_seed(1)
+        model = Of(forward)
+        if slices:
+            slices.apply(model)
+        model.count, losses = 0, []
+        for task in range(2):
+            model.task, model.mask, model.count = task, torch.full((4,), task + 1.0), model.count + 1
+            with torch.autocast("cpu", torch.float16, enabled=low):
+                losses.append(model.eval()(torch.randn(7, 4, WIDTH)).square().sum())
+        model.train()
+        sum(losses).backward()
+        assert (model.task, model.mask[0], model.count, model.training) == (1, 2, 2, True)
+        results.append((sum(losses).item(), [each.grad for each in model.parameters()]))
+    expect_equal(*results, 1e-2 if low else 1e-5)
 
 
 @pytest.mark.parametrize("is_loss", [False, True])

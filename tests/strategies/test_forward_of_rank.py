@@ -6,7 +6,7 @@ CASES = "support.forward_of_rank_cases"
 def test_losses_and_gradients_are_those_of_one_process(two_ranks):
     """Of pairs of samples, too; with uneven shares, and a batch of fewer samples than ranks."""
     for found in two_ranks.run("compared", module=CASES):
-        assert len(found) == 18
+        assert len(found) == 24
         assert max(found.values()) <= 1e-13, found
 
 
@@ -30,6 +30,7 @@ def test_what_cannot_be_divided_is_refused_on_every_rank(two_ranks):
         "mixes samples": "sharding: the model combines samples with each other",
         "no batch": "sharding: the model is passed a Tensor without a row for each sample",
         "two means": "sharding: the model's loss adds means over different numbers of elements",
+        "a count": "sharding: the model returns a number, or multiplies or divides its loss by one, that it",
         "second derivative": "sharding: a second derivative (create_graph=True) needs the graphs of all",
     }.items():
         assert one[name][0].startswith(says), one[name]

@@ -12,6 +12,8 @@ from memfit.strategies.mechanisms.wrap_forward import wrap_forward
 from support.rank_jobs import whole
 
 TOKENS, WIDTH, LENGTH = 23, 6, 5
+FEW = 9
+"""A target that the first sample alone has."""
 MODES = ("ddp", "fsdp2")
 
 
@@ -31,12 +33,20 @@ def mean_of_counted(logits, targets):
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
 
 
+def mean_of_few(logits, targets):
+    return logits[targets == FEW].square().mean()
+
+
 def summed(logits, targets):
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def two_means(logits, targets):
     return mean_of_counted(logits, targets) + logits.square().mean()
+
+
+def of_few(logits, targets):
+    return logits.square().sum() / max(int((targets == FEW).sum()), 1)
 
 
 def between_samples(model, text, targets):
@@ -55,6 +65,7 @@ def inside(model, text, targets):
 JOBS = {
     "outputs": (None, between_samples),
     "mean": (mean_of_counted, inside),
+    "mean of none on a rank": (mean_of_few, inside),
     "sum": (summed, inside),
 }
 
@@ -76,6 +87,7 @@ def compared(rank, ranks):
             data = torch.Generator().manual_seed(samples)
             text = torch.randint(TOKENS, (samples, LENGTH), generator=data)
             targets = torch.randint(3, (samples, LENGTH), generator=data)
+            targets[0, 0] = FEW
             for mode in MODES:
                 torch.manual_seed(0)
                 plain, model = Model(loss).double(), Model(loss).double()
@@ -148,6 +160,12 @@ def refused(rank, ranks):
             two,
             lambda model: model(
                 torch.ones(4, LENGTH, dtype=torch.long), torch.tensor([[0] * LENGTH] * 2 + [[1] * LENGTH] * 2)
+            ),
+        ),
+        "a count": (
+            Model(of_few),
+            lambda model: model(
+                torch.ones(4, LENGTH, dtype=torch.long), torch.tensor([[0] * LENGTH] * 3 + [[FEW] * LENGTH])
             ),
         ),
         "second derivative": (

@@ -276,6 +276,8 @@ class _PlanInjector:
     def _apply(self, model: Any, optimized_at: str) -> None:
         """Apply the plan; if no model gets it, the run is like the first."""
         from memfit.strategies.apply import apply
+        from memfit.strategies.mechanisms.wrap_forward import forward_wrappers
+        from memfit.strategies.sharding import module_inside_ddp
 
         if any(reference() in set(model.modules()) for reference, _ in self._planned):
             return  # it has another optimizer, too
@@ -292,7 +294,7 @@ class _PlanInjector:
             return
         finally:
             self._applying = False
-        if self._plan.batch_slices is not None or self._sharder is not None:
+        if self._sharder is not None or any(forward_wrappers(module_inside_ddp(model))):
             self._uncalled.watch(model)
         self._has_plan(model, name)
 
@@ -340,7 +342,7 @@ class _PlanInjector:
 
     def _has_plan(self, model: Any, name: str) -> None:
         self._planned.append((weakref.ref(model), name))
-        self._scaling.active = True
+        self._scaling.activate()
         self._counter.watch(model)
         self._report()
 

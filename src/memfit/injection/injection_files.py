@@ -1,6 +1,6 @@
 """The files between memfit and the process of a script under a change: settings, and a report; both JSON."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import msgspec
 from memfit.records import Change, OperationCounts, ShardingCalls
 
 NEVER_CALLED = (
-    "the script calls no module after it has created its optimizer, so optimizer_state could not be applied."
+    "the script calls no module between the optimizer's creation and its step, where optimizer_state would "
+    "be applied."
 )
 """Why an optimizer does not have its part of a plan, until the script calls a module."""
 
@@ -42,7 +43,7 @@ class InjectionReport(msgspec.Struct, frozen=True):
     refusals: tuple[tuple[str, str], ...] = ()
     """Why the plan was not applied to a model, and which, as in ``models``; empty if it is of no model."""
     uncalled: tuple[str, ...] = ()
-    """Classes of models whose layers the script has called, but never the model that divides batches."""
+    """Classes of models whose layers the script has called, but never the model, where the plan acts."""
     shares: tuple[int, ...] = ()
     """As in ``TrialResult``."""
     notes: tuple[str, ...] = ()
@@ -60,6 +61,12 @@ class InjectionReport(msgspec.Struct, frozen=True):
     did not make."""
     cannot_accumulate: str = ""
     """Why gradients cannot be accumulated over micro-batches; empty if they can."""
+
+    def why_uncalled(self) -> Iterator[tuple[str, str]]:
+        """Yield each of ``uncalled``, and why the plan does not act on it."""
+        for name in self.uncalled:
+            why = f"the script does not call {name} itself, but its methods or submodules, and"
+            yield name, f"{why} this part of the plan acts where the script calls the model"
 
     @property
     def is_unfit(self) -> bool:

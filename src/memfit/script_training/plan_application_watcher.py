@@ -136,9 +136,20 @@ class PlanApplicationWatcher:
             register_optimizer_step_pre_hook,
         )
 
-        def before_step(*_: Any) -> None:
-            if not self._has_stepped:
+        def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._has_stepped:
+                return None
+            self.expect_applied()
+            closure = args[1] if args[1:] else kwargs.get("closure")
+            if closure is None:
+                return None
+
+            def checked() -> Any:  # the model may be called in there alone
+                loss = closure()
                 self.expect_applied()
+                return loss
+
+            return (args[:1], {**kwargs, "closure": checked})
 
         def after_step(*_: Any) -> None:
             self._has_stepped = True
@@ -194,11 +205,8 @@ class PlanApplicationWatcher:
         if self._last.unfit_optimizer:
             self._miss(f"NOT APPLIED: {self._last.unfit_optimizer}")
         if self._last.models:
-            for name in self._last.uncalled:
-                self._miss(
-                    f"NOT APPLIED to {name}: the script does not call {name} itself, but its methods or "
-                    "submodules, and memfit divides batches where the script calls the model"
-                )
+            for name, why in self._last.why_uncalled():
+                self._miss(f"NOT APPLIED to {name}: {why}")
             return
         for why, model in self._last.refusals:
             if model and not self._plan.made_for(model):

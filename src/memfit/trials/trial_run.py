@@ -180,11 +180,8 @@ class Injection:
         if fields and not report.models:  # updates by hand, a plan of its own
             named = " with ".join(fields)
             return f"{named} could not be applied to any model whose parameters an optimizer takes"
-        if report.uncalled:
-            return (
-                f"the script does not call {report.uncalled[0]} itself, but its methods or submodules, and "
-                "memfit divides batches where the script calls the model."
-            )
+        for _, why in report.why_uncalled():
+            return why
         missing = self._change.own_sharding.keys() - {each.call for each in report.sharding_calls}
         return f"the script does not call {', '.join(sorted(missing))}" if missing else ""
 

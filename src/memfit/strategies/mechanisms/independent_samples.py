@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import MemfitError, UsageError
 from memfit.random_state import DrawnRandomNumbers
+from memfit.strategies.mechanisms.buffer_snapshots import own_generators
 from memfit.strategies.mechanisms.constant_draws import ConstantDraws, seed_shuffles
 from memfit.strategies.mechanisms.forward_side_effects import ADVICE, SideEffects
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
@@ -56,7 +57,7 @@ def learn_outputs(
     inputs: Sequence[torch.Tensor],
     passed: Sequence[Any],
     layouts: OutputLayouts,
-) -> LossRule | None:
+) -> tuple[LossRule | None, list[float]]:
     """Learn what a model returns, and check that it does not combine samples.
 
     Args:
@@ -67,19 +68,21 @@ def learn_outputs(
         layouts: completed.
 
     Returns:
-        How the loss of a batch is made of those of slices; None if the model returns no loss.
+        How the loss of a batch is made of those of slices, None if the model returns no loss; and the numbers
+        that must be the same for every slice: those that it returns, and those that multiply its loss.
 
     Raises:
         UsageError: the batches of this model cannot be divided.
     """
     aliases = leaf_aliases(module) if can_be_replaced(module) else {}
     kind = next((each.device.type for each in module.parameters()), "cpu")
-    effects = SideEffects(module)
+    effects, own = SideEffects(module), own_generators(module)
+    generators = (torch.default_generator, *own)
     with autocast_to(kind, lower := autocast_dtype(kind), cache=False), parameters_replaced(module, aliases):
-        with effects, nullcontext() if is_ghost_loaded() else ConstantDraws():  # type: ignore[no-untyped-call]
+        with effects, nullcontext() if is_ghost_loaded() else ConstantDraws(own):
             outputs = []
             for call in calls:
-                with DrawnRandomNumbers.start((torch.default_generator,)).replay():
+                with DrawnRandomNumbers.start(generators).replay():
                     seed_shuffles()
                     outputs.append(_flat_output(call))
                 effects.called()
@@ -87,9 +90,18 @@ def learn_outputs(
         rule = _rule(outputs, layouts, [*aliases.values(), *inputs] if aliases else [], passed)
         if not is_ghost_loaded():
             _expect_equal_values(outputs, layouts, rule, kind, lower)
-        del outputs
+        leaves = outputs[0][0]
+        numbers = numbers_among(leaves)
+        if rule is not None and (place := place_of_loss(leaves)) is not None:
+            numbers += rule.python_numbers(leaves[place])
+        del outputs, leaves
     effects.expect_nothing_kept()
-    return rule
+    return rule, numbers
+
+
+def numbers_among(leaves: Sequence[Any]) -> list[float]:
+    """Return the numbers that a model returns beside tensors."""
+    return [each for each in leaves if isinstance(each, int | float)]
 
 
 _Flat = tuple[list[Any], TreeSpec]

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memfit.errors import UsageError
 from memfit.random_state import DrawnRandomNumbers
+from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
 from memfit.strategies.mechanisms.independent_samples import keeping_shapes_alone, place_of_loss
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
@@ -48,6 +49,8 @@ class LossOfSlices:
     inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     divisor: Number | None = None
     """By what the sum of all slices is divided; None for a sum."""
+    python_numbers: Sequence[float] = ()
+    """Those that multiply or divide it, too."""
 
     def output(self) -> Any:
         """Return what the model returns for the batch: with the loss's gradient, and no other's."""
@@ -90,7 +93,7 @@ class LossOfSlices:
                 with autocast_to(own.device.type, None):  # as any backward
                     backward(own)
             del own
-        self.divisor = slices.divisor
+        self.divisor, self.python_numbers = slices.divisor, slices.python_numbers
         return slices.loss()
 
     def differentiate(
@@ -139,8 +142,11 @@ class _HeldGradients(torch.autograd.Function):
         kind = work.kind()
         ctx.autocast = kind, autocast_dtype(kind)
         if work.needs_scaled_loss():
-            ctx.again = DrawnRandomNumbers.start((torch.default_generator,))
+            tracker = BufferTracker("the model")
+            ctx.before = tracker.snapshot(work.module)
+            ctx.again = DrawnRandomNumbers.start((torch.default_generator, *ctx.before.generators))
             loss = work.run(outputs, None)
+            tracker.record_changes(ctx.before)
             ctx.again.keep_drawn()
             ctx.save_for_backward(*parameters)  # a change of theirs before the backward is an error
         else:
@@ -158,11 +164,14 @@ class _HeldGradients(torch.autograd.Function):
                 "Leave out batch_slices."
             )
         upstream = upstream if upstream.dtype == torch.float64 else upstream.float()
-        factor = upstream if ctx.divisor is None else upstream / ctx.divisor
+        divisor = 1 if ctx.divisor is None else ctx.divisor
+        if not ctx.work.rule.is_quotient:
+            divisor = divisor + (divisor == 0)  # a mean of nothing has gradients of 0
+        factor = upstream / divisor
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         if ctx.again is not None:
             _ = ctx.saved_tensors
-            with ctx.again.replay(), autocast_to(*ctx.autocast):
+            with ctx.before.restored(), ctx.again.replay(), autocast_to(*ctx.autocast):
                 _, gradients = ctx.work.differentiate(None, factor)
             if not keep:
                 ctx.work.calls = ()
