@@ -203,13 +203,17 @@ class DrawnRandomNumbers:
             if not _same_generator_state(state, generator.get_state())
         ]
 
+    def rewind(self) -> None:
+        """Set the generators back to where they were before the forward."""
+        for generator, state in self.before:
+            generator.set_state(state)
+
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Draw the same numbers inside the context; restore the generators after it."""
         now = [(generator, generator.get_state()) for generator, _ in self.before]
         try:
-            for generator, state in self.before:
-                generator.set_state(state)
+            self.rewind()
             yield
         finally:
             for generator, state in now:

@@ -112,11 +112,10 @@ class ForwardOfRank(SlicedForward):
         if samples < ranks:  # every rank computes all of it
             return forward(*args, **kwargs)
         self.around.expect_same("the batch", as_passed)
-        passed = self._kind_of(as_passed)
-        if passed not in self._rules:
-            with _evaluating_batch_norms(self.module):
-                self._learn(passed, as_passed, samples, len(args))
-        sizes, dims = even_micro_batch_sizes(samples, ranks), self._dims[passed]
+        passed, sizes = self._kind_of(as_passed), even_micro_batch_sizes(samples, ranks)
+        with _evaluating_batch_norms(self.module):
+            self._check(passed, as_passed, len(args), sizes)
+        dims = self._dims[passed]
         call = self._rows_first(tree_map_only(torch.Tensor, _entering, as_passed), dims)
         own_args, own_kwargs = self._arguments(self._splitter.split(call, sizes)[rank], len(args), dims)
         with _random_numbers_of_rank(self.module, rank):

@@ -7,7 +7,6 @@ In float16, gradients need the loss scale, which only the backward knows: the sl
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from memfit.errors import UsageError
 from memfit.random_state import DrawnRandomNumbers
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
-from memfit.strategies.mechanisms.independent_samples import keeping_shapes_alone, place_of_loss
+from memfit.strategies.mechanisms.independent_samples import place_of_loss, without_saving
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
 from memfit.strategies.mechanisms.loss_divisor import LossRule, Number, SumOfSlices
 from memfit.strategies.mechanisms.slice_parameters import leaf_aliases, parameters_replaced
@@ -73,8 +72,7 @@ class LossOfSlices:
         slices = SumOfSlices(self.rule)
         for call, samples in zip(self.calls, self.sizes, strict=True):
             with torch.enable_grad():
-                with nullcontext() if backward else keeping_shapes_alone():
-                    leaves, spec = tree_flatten(call())
+                leaves, spec = tree_flatten(call() if backward else without_saving(call))
                 place = place_of_loss(leaves)
                 if place is None:
                     raise UsageError(

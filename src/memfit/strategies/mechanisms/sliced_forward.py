@@ -9,7 +9,9 @@ The loop sees one call of the model and one backward pass. Gradients are the sum
 same terms, added in another order. A dropped slice is a checkpointed call of the whole model.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,9 +21,17 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memfit.card.detect_card import is_ghost_loaded
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms.constant_draws import ConstantDraws
 from memfit.strategies.mechanisms.forward_side_effects import ADVICE, package_of_hook
-from memfit.strategies.mechanisms.independent_samples import expect_independent_layers, learn_outputs
+from memfit.strategies.mechanisms.independent_samples import (
+    ModelFailsError,
+    expect_independent_layers,
+    is_checked_again,
+    learn_outputs,
+)
 from memfit.strategies.mechanisms.inspect_tensors import tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
 from memfit.strategies.mechanisms.loss_divisor import LossRule
@@ -37,6 +47,8 @@ from memfit.strategies.mechanisms.slice_parameters import (
 from memfit.strategies.mechanisms.split_batch import BatchSplitter, even_micro_batch_sizes
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
 
+_SHARES = (0.5, 0.02, 0.98)
+"""What stands for random numbers in later checks: in one of them happens what has a chance of 1 in 10."""
 _AGAIN = RecomputeSettings("the model", (), use_reentrant=False, preserve_rng_state=True, check=False)
 
 
@@ -52,6 +64,8 @@ class SlicedForward(WrappedForward):
         """How the model's loss is divided, by the kind of call; None if it returns none."""
         self._dims: dict[Any, Mapping[Any, int]] = {}
         """By the same: arguments whose samples lie along another dimension, such as a recurrent state."""
+        self._calls: Counter[Any] = Counter()
+        """By the same: its calls in slices."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward in slices, if a backward may follow.
@@ -71,8 +85,7 @@ class SlicedForward(WrappedForward):
         expect_independent_layers(self.module)
         self._expect_own_parameters()
         passed = self._kind_of(as_passed)
-        if passed not in self._rules:
-            self._learn(passed, as_passed, samples, len(args))
+        self._check(passed, as_passed, len(args), sizes)
         rule, dims = self._rules[passed], self._dims[passed]
         call = self._rows_first(as_passed, dims)
         if rule is not None:
@@ -122,11 +135,37 @@ class SlicedForward(WrappedForward):
         given = frozenset(name for name, each in call.items() if each is not None)
         return self.module.training, given, count
 
+    def _check(self, passed: Any, call: dict[Any, Any], positional: int, sizes: Sequence[int]) -> None:
+        """Learn from the first call what the model returns, and check in it and in later ones what that says.
+
+        Raises:
+            UsageError: the batches of the model cannot be divided.
+        """
+        samples, half = sum(sizes), max(sizes[0] // 2, 1)
+        if passed not in self._rules:
+            self._learn(passed, call, samples, positional)
+        self._calls[passed] += 1
+        number = self._calls[passed]
+        if is_ghost_loaded() or not is_checked_again(number) or _is_capturing():
+            return
+        begin = random.Random(number).randrange(samples - 2 * half + 1)  # noqa: S311 - the same on each rank
+        parts = [begin, half, half, samples - begin - 2 * half]
+        for share in _SHARES if number == 1 else (_SHARES[number % len(_SHARES)],):
+            draws = ConstantDraws(share)
+            try:
+                with without_dispatch_modes():  # counters and recorders among them: the step is as ever
+                    self._rule(call, parts, positional, self._dims[passed], draws, self._rules[passed])
+            except ModelFailsError:
+                continue  # it may, for such numbers
+            if not draws.were_drawn:
+                break
+
     def _learn(self, passed: Any, call: dict[Any, Any], samples: int, positional: int) -> None:
         """Learn what the model returns, and along which dimensions samples of its arguments lie."""
+        parts = [0, 1, 1, samples - 2]
         others = _other_dimensions(call, samples, self.around.dim)
         try:
-            self._rules[passed] = self._rule(call, samples, positional, {})
+            self._rules[passed] = self._rule(call, parts, positional, {}, ConstantDraws())
             self._dims[passed] = {}
         except UsageError as error:
             if not others:
@@ -134,21 +173,30 @@ class SlicedForward(WrappedForward):
             self._splitter = BatchSplitter(advice=ADVICE)  # the other knows these arguments as shared
             self._dims[passed] = others
             try:
-                self._rules[passed] = self._rule(call, samples, positional, others)
+                self._rules[passed] = self._rule(call, parts, positional, others, ConstantDraws())
             except UsageError:
                 raise error from None
 
     def _rule(
-        self, call: dict[Any, Any], samples: int, positional: int, dims: Mapping[Any, int]
+        self,
+        call: dict[Any, Any],
+        parts: Sequence[int],
+        positional: int,
+        dims: Mapping[Any, int],
+        draws: ConstantDraws,
+        known: LossRule | None = None,
     ) -> LossRule | None:
-        """Learn what the model returns from two samples of the batch."""
+        """Learn what the model returns from two parts of the batch, of four."""
         call, inputs = _with_leaves(self._rows_first(call, dims))
-        one, two, *_ = self._splitter.split(call, [1] * samples)
-        pair, *_ = self._splitter.split(call, [2] + [1] * (samples - 2))
+        begin, half, _, end = parts
+        _, one, two, _ = self._splitter.split(call, [*parts])
+        _, both, _ = self._splitter.split(call, [begin, 2 * half, end])
         whole = set(map(id, tree_leaves(call)))
         shared = [each for each in tree_leaves(one) if id(each) in whole]
-        calls = [self._call(part, positional, dims) for part in (pair, one, two)]
-        return learn_outputs(self.module, calls, [leaf for _, leaf in inputs], shared, self._layouts)
+        sizes = ((both, 2 * half), (one, half), (two, half))
+        calls = [(self._call(part, positional, dims), size) for part, size in sizes]
+        leaves = [leaf for _, leaf in inputs]
+        return learn_outputs(self.module, calls, leaves, shared, self._layouts, draws, known)
 
     def _call(self, part: dict[Any, Any], positional: int, dims: Mapping[Any, int]) -> Callable[[], Any]:
         """Return the forward on a part of a batch."""
@@ -200,6 +248,11 @@ class SlicedForward(WrappedForward):
             )
 
         return {name: exchange(name, argument) for name, argument in call.items()}
+
+
+def _is_capturing() -> bool:
+    """Return whether a CUDA graph is captured, in which no value can be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
