@@ -2,7 +2,8 @@
 
     get_random_state, set_random_state          the global generators, as plain values and tensors
     generator_states, set_generator_states      generators that an object holds, such as a loader's
-    GlobalDraws                                 what a forward drew, so that it can draw the same again
+    generators_in                               the generator objects that a value is, or contains
+    DrawnRandomNumbers                          what a forward drew, so that it can draw the same again
 
 The state that ``random.setstate`` and ``numpy.random.set_state`` take costs 30 and 120 microseconds to read.
 ``PYTHON`` and ``NUMPY`` therefore look at the Mersenne Twister's position and a few of its 624 words first,
@@ -150,10 +151,26 @@ def set_generator_states(generators: Sequence[Any], states: Sequence[Any]) -> No
         _set_state(generator, state)
 
 
+def generators_in(value: Any) -> Iterator[Any]:
+    """Yield the generators of PyTorch's, NumPy's and Python's that a value is, or a container directly holds.
+
+    >>> list(generators_in([3, random.Random(1)]))  # doctest: +ELLIPSIS
+    [<random.Random object at ...>]
+    """
+    import torch
+
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        value = (value,)
+    yield from (each for each in value if isinstance(each, kinds))
+
+
 def _state_of(generator: Any) -> Any:
     import torch
 
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, torch.Generator | _PythonGenerator | _NumpyGenerator):
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
@@ -165,7 +182,7 @@ def _state_of(generator: Any) -> Any:
 def _set_state(generator: Any, state: Any) -> None:
     import torch
 
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, torch.Generator | _PythonGenerator | _NumpyGenerator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         generator.setstate(state)
@@ -187,37 +204,36 @@ class DrawnRandomNumbers:
 
     @classmethod
     def start(cls, others: Iterable[Any] = ()) -> "DrawnRandomNumbers":
-        """Record the states of these and other generators of PyTorch's before a forward."""
+        """Record the states of these and the global generators before a forward."""
         import torch
 
         generators: list[Any] = [PYTHON, NUMPY, *others]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             generators += torch.cuda.default_generators
-        return cls([(generator, generator.get_state()) for generator in generators])
+        return cls(list(zip(generators, generator_states(generators), strict=True)))
 
     def keep_drawn(self) -> None:
         """Drop the generators that the forward did not draw from."""
         self.before = [
             (generator, state)
             for generator, state in self.before
-            if not _same_generator_state(state, generator.get_state())
+            if not _same_generator_state(state, _state_of(generator))
         ]
 
     def rewind(self) -> None:
         """Set the generators back to where they were before the forward."""
-        for generator, state in self.before:
-            generator.set_state(state)
+        set_generator_states([each for each, _ in self.before], [state for _, state in self.before])
 
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Draw the same numbers inside the context; restore the generators after it."""
-        now = [(generator, generator.get_state()) for generator, _ in self.before]
+        generators = [each for each, _ in self.before]
+        now = generator_states(generators)
         try:
             self.rewind()
             yield
         finally:
-            for generator, state in now:
-                generator.set_state(state)
+            set_generator_states(generators, now)
 
 
 def torch_generator_positions() -> tuple[Any, ...]:

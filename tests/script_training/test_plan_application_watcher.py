@@ -199,11 +199,22 @@ def test_what_the_first_batch_shows_stops_the_script_and_says_where(train, plan_
     assert "Traceback" in far.err
 
 
-def test_what_a_later_step_does_stops_the_script_and_says_where(train, plan_file):
-    script = textwrap.dedent(STEPS) + f"model(torch.ones(2, 4)){SECOND}\n"
+@pytest.mark.parametrize(
+    ("later", "says"),
+    [
+        (f"model(torch.ones(2, 4)){SECOND}", "a second derivative"),
+        (
+            "model[0].forward = lambda x: x - x.mean(0); model(torch.randn(2, 4))",
+            "the model combines samples",
+        ),
+    ],
+    ids=["second derivative", "samples meet"],
+)
+def test_what_a_later_step_does_stops_the_script_and_says_where(train, plan_file, later, says):
+    script = f"{textwrap.dedent(STEPS)}{later}\n"
     trained = train(script, plan_file({"batch_slices": {"count": 2}}))
     assert (trained.code, trained.out) == (3, "trains\nstepped\n"), trained.err
-    assert "memfit: stopped during training at script.py:9: batch_slices: a second derivative" in trained.err
+    assert f"memfit: stopped during training at script.py:9: batch_slices: {says}" in trained.err
     assert "Traceback" not in trained.err
 
 

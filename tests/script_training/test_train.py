@@ -178,6 +178,27 @@ def test_a_script_whose_updates_would_not_be_its_own_is_ended(python, plan_file)
     )
 
 
+@pytest.mark.parametrize(("optimizer", "code"), [("SGD", 0), ("LBFGS", 3)])
+def test_fp16_leaves_out_the_first_update_of_a_closure_or_refuses_it(train, plan_file, optimizer, code):
+    script = f"""
+        import torch
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        optimizer = torch.optim.{optimizer}(model.parameters(), 0.1)
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(torch.ones(8, 4)) * 8).float().mean()
+            loss.backward()
+            return loss
+        for _ in range(4):
+            optimizer.step(closure)
+            print(model[0].weight.isfinite().all().item())
+        """
+    trained = train(script, plan_file({"precision": {"dtype": "fp16"}}))
+    assert (trained.code, trained.out) == (code, "True\n" * 4 * (not code)), trained.err
+    refused = "NOT APPLIED at script.py:11: precision: torch's LBFGS evaluates the model several times"
+    assert (refused in trained.err) == bool(code)
+
+
 def test_out_of_memory_leaves_a_post_mortem(train, plan_file, tmp_path):
     trained = train(
         """

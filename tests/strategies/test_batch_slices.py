@@ -26,12 +26,15 @@ from support.slice_cases import (
     images,
     labels,
     masked_mean,
+    mean_of_counted,
     recurrent,
     same,
     tied,
     trained,
     with_few_labels,
     with_labels,
+    with_no_labels,
+    with_no_labels_first,
 )
 
 CASES = {
@@ -172,6 +175,11 @@ CASES = {
     "masked mean": Case(masked_mean, with_labels, same),
     "cross-entropy, slices without targets": Case(entropy(), with_few_labels, same),
     "masked mean, slices without targets": Case(masked_mean, with_few_labels, same),
+    "cross-entropy, the first slices without targets": Case(entropy(), with_no_labels_first, same),
+    "cross-entropy, no targets": Case(entropy(), with_no_labels, same),
+    "mean of no elements in some slices": Case(mean_of_counted, with_few_labels, same),
+    "mean of no elements in the first slices": Case(mean_of_counted, with_no_labels_first, same),
+    "mean of no elements": Case(mean_of_counted, with_no_labels, same),
     "divided by a number": Case(lambda s, x, y: by_token(s, x, y).sum() / 1000, with_labels, same),
     "divided by the samples": Case(lambda s, x, y: by_token(s, x, y).sum() / len(x), with_labels, same),
     "divided by what is passed": Case(

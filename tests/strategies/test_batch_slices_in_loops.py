@@ -3,8 +3,10 @@
 import copy
 import io
 import pickle
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -75,12 +77,14 @@ def test_without_gradients_the_batch_is_not_divided():
     assert sizes == [8, 8]
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["", "own generator"])
 @pytest.mark.parametrize("kind", ["outputs", "loss", "loss in float16"])
-def test_dropout_draws_slice_by_slice_and_the_same_again_in_the_backward(kind):
+def test_dropout_draws_slice_by_slice_and_the_same_again_in_the_backward(kind, own):
     """As a handwritten loop draws; also after a first batch, whose samples memfit runs alone before."""
 
     def forward(s, x):
-        out = F.dropout(s.logits(x), 0.5)
+        out = s.logits(x)
+        out = out * torch.rand(out.shape, generator=s.random[0]).round() if own else F.dropout(out, 0.5)
         return out if kind == "outputs" else out.float().square().sum() if low else out.square().sum()
 
     def train(model, x):
@@ -92,6 +96,7 @@ def test_dropout_draws_slice_by_slice_and_the_same_again_in_the_backward(kind):
     dtype, limit = (torch.float32, 1e-2) if low else (torch.float64, 1e-12)
     plain = Of(forward).to(dtype)
     sliced = copy.deepcopy(plain)
+    sliced.random, plain.random = ([torch.Generator().manual_seed(3)] for _ in range(2))
     BatchSlices(3).apply(sliced)
     for step in range(2):
         x = torch.randn(7, 4, WIDTH, dtype=dtype)
@@ -102,8 +107,36 @@ def test_dropout_draws_slice_by_slice_and_the_same_again_in_the_backward(kind):
         for part in x.split([3, 2, 2]):
             train(plain, part)
         assert torch.equal(after, torch.rand(3))
+        assert torch.equal(sliced.random[0].get_state(), plain.random[0].get_state())
     for one, other in zip(sliced.parameters(), plain.parameters(), strict=True):
         assert one.grad is other.grad is None or (one.grad - other.grad).norm() <= limit * other.grad.norm()
+
+
+@pytest.mark.parametrize("kind", ["outputs", "loss", "loss in float16"])
+def test_a_slice_runs_again_with_the_attributes_of_its_forward(kind):
+    """A task, a mask and a mode that the loop sets between two forwards, and a count of its own."""
+
+    def forward(s, x):
+        out = F.dropout(s.logits(x), 0.5, s.training)[..., s.task] * s.mask
+        return out if kind == "outputs" else out.float().square().sum()
+
+    low = "float16" in kind
+    results = []
+    for slices in (BatchSlices(3), None):
+        torch.manual_seed(1)
+        model = Of(forward)
+        if slices:
+            slices.apply(model)
+        model.count, losses = 0, []
+        for task in range(2):
+            model.task, model.mask, model.count = task, torch.full((4,), task + 1.0), model.count + 1
+            with torch.autocast("cpu", torch.float16, enabled=low):
+                losses.append(model.eval()(torch.randn(7, 4, WIDTH)).square().sum())
+        model.train()
+        sum(losses).backward()
+        assert (model.task, model.mask[0], model.count, model.training) == (1, 2, 2, True)
+        results.append((sum(losses).item(), [each.grad for each in model.parameters()]))
+    expect_equal(*results, 1e-2 if low else 1e-5)
 
 
 @pytest.mark.parametrize("is_loss", [False, True])
@@ -246,9 +279,63 @@ def test_a_loss_times_a_python_number_is_divided_under_a_dispatch_mode():
 
 
 def test_a_python_number_that_the_model_computes_from_samples_is_refused():
-    """Two samples have equal ones by chance."""
+    """The samples of the calls that are looked at have equal ones by chance."""
     x = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])[:, None].expand(6, 4)
     model = _Scaled(lambda rows: max(1, int(rows[:, 0].sum())))
     BatchSlices(3).apply(model)
+    for _ in range(4):
+        model(torch.zeros(6, 4))
     with pytest.raises(UsageError, match="a Python number that it computes from the samples"):
         model(x.contiguous())
+
+
+@pytest.mark.parametrize("lower", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_loss", [False, True])
+def test_looking_again_whether_samples_meet_changes_nothing(is_loss, lower, monkeypatch):
+    """With random numbers of all generators, buffers, accumulated gradients and autocast."""
+
+    def forward(s, x):
+        shift = random.random() + float(np.random.rand()) + torch.rand((), generator=s.generator)  # noqa: NPY002, S311
+        out = F.dropout(s.rest(s.logits(x + shift + torch.rand(()))), 0.3)
+        return out.square().mean() if is_loss else out
+
+    def steps():
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        model = Of(forward, rest=nn.BatchNorm1d(4).eval())
+        model.generator = torch.Generator()
+        BatchSlices(3).apply(model)
+        optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.01), []
+        for step in range(12):
+            with torch.autocast("cpu", lower or torch.bfloat16, enabled=lower is not None):
+                out = model(torch.randn(7, 4, WIDTH))
+            loss = out if is_loss else out.square().mean()
+            loss.backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        drawn = random.random(), np.random.rand(), torch.rand(2).tolist()  # noqa: NPY002, S311
+        own = torch.rand(2, generator=model.generator).tolist()
+        return losses, drawn, own, [each.tolist() for each in model.state_dict().values()]
+
+    ours = steps()
+    monkeypatch.setattr("memfit.strategies.mechanisms.sliced_forward.is_checked_again", lambda _: False)
+    assert ours == steps()
+
+
+def test_a_model_that_differentiates_in_its_forward(monkeypatch):
+    """Memory that nothing was written to holds NaN here, as it may anywhere."""
+
+    def forward(s, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(s.logits(x).square().sum(), x, create_graph=True)[0]
+
+    monkeypatch.setattr("torch.utils.deterministic.fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        case = Case(forward, samples=8)
+        expect_equal(trained(case, BatchSlices(2), torch.float64), trained(case, None, torch.float64), 1e-12)
+    finally:
+        torch.use_deterministic_algorithms(False)

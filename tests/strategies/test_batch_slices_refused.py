@@ -24,6 +24,8 @@ from support.slice_cases import (
     with_labels,
 )
 
+OUT_OF_SIGHT = torch.Generator()
+
 
 def keeping(model):
     model.kept = [None]
@@ -61,7 +63,7 @@ REFUSED = {
     ),
     "divided by its deviation, which one sample lacks": (
         Case(lambda s, x: s.logits(x) / (s.logits(x).var(0, correction=0) / (len(x) - 1)).sqrt()),
-        "for each alone, in where it is finite",
+        "for each alone, in which numbers are infinite or NaN",
     ),
     "less its mean, some infinite": (
         Case(
@@ -78,6 +80,38 @@ REFUSED = {
     "mixed in the order of random numbers": (
         Case(lambda s, x: s.logits(x + x[torch.rand(len(x)).argsort()])),
         "combines samples",
+    ),
+    "mixed with a chance of 1 in 10": (
+        Case(lambda s, x: s.logits(x + x.flip(0) if torch.rand(1) < 0.1 else x)),
+        "combines samples",
+    ),
+    "less its mean, by a number that is rarely 3": (
+        Case(lambda s, x: s.logits(x) - (torch.randint(4, ()) == 3) * s.logits(x).mean(0)),
+        "combines samples",
+    ),
+    "sorted, with the order": (
+        Case(
+            lambda s, x, n: (s.logits(x[n.argsort()]), n.argsort()),
+            lambda n: (torch.randn(n, 4, WIDTH), torch.arange(n)),
+            loss=lambda out: out[0].mean(),
+        ),
+        "for each alone, by 50 %",
+    ),
+    "as long as the longest, not the first two": (
+        Case(
+            lambda s, x, n: s.logits(x[:, : int(n.max())]).mean(1),
+            lambda n: (torch.randn(n, 4, WIDTH), torch.tensor([2, 2] + [4, 1, 3] * n)[:n]),
+            samples=12,
+        ),
+        "for 4 samples of the batch differs from what it returns for each half of them",
+    ),
+    "less its mean, if there are more than two": (
+        Case(lambda s, x: s.logits(x) - (len(x) > 2) * s.logits(x).mean(0), samples=12),
+        "for 4 samples",
+    ),
+    "a dimension that the input lacks": (
+        Case(Of.logits, dim=7),
+        "dim=7, and no tensor that the model is passed has such a dimension: they have up to 3",
     ),
     "mixed by Python's shuffle": (Case(lambda s, x: s.logits(x + x[shuffled(len(x))])), "combines samples"),
     "sequences first": (
@@ -170,7 +204,7 @@ REFUSED = {
     ),
     "a list of features": (
         Case(lambda s, x: s.logits(s.kept.__setitem__(0, x * s.position) or s.kept[0]), prepare=keeping),
-        "keeps a result of MulBackward0 (1 x 4 x 6 for one sample)",
+        "keeps a result of MulBackward0 (1 x 4 x 6)",
     ),
     "a list of features beside the loss": (
         Case(
@@ -187,7 +221,11 @@ REFUSED = {
                 lambda _, __, out, kept=[]: kept.append(out)
             ),
         ),
-        "a hook on a layer, keeps a result of NativeLayerNormBackward0 (1 x 4 x 9 for one sample)",
+        "a hook on a layer, keeps a result of NativeLayerNormBackward0 (1 x 4 x 9)",
+    ),
+    "a generator out of sight": (
+        Case(lambda s, x: s.logits(x) * torch.rand(5, generator=OUT_OF_SIGHT)),
+        "test_batch_slices_refused.py:",
     ),
     "spectral norm": (
         Case(Of.logits, prepare=lambda model: nn.utils.parametrizations.spectral_norm(model.up)),
@@ -212,7 +250,7 @@ REFUSED = {
         ),
         "pad_packed_sequence has total_length for that",
     ),
-    "a fixed batch": (Case(lambda s, x: s.logits(x).view(7, 20)), "fails for one or two samples"),
+    "a fixed batch": (Case(lambda s, x: s.logits(x).view(7, 20)), "fails for a part of the batch"),
     "an object": (
         Case(lambda s, x: SimpleNamespace(logits=s.logits(x)), loss=lambda out: out.logits.mean()),
         "returns an object of type SimpleNamespace",
@@ -233,8 +271,22 @@ REFUSED = {
 def test_what_slices_would_change_is_refused_before_a_gradient(name):
     case, message = REFUSED[name]
     with pytest.raises(UsageError, match=r"^batch_slices: ") as refused:
-        trained(case, BatchSlices(3), torch.float64)
+        trained(case, BatchSlices(3, dim=case.dim), torch.float64)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("begin", [1, 2, 3, 4, 6, 95, 101])
+def test_a_model_whose_samples_meet_in_a_later_call_is_refused_when_it_is_looked_at_again(begin):
+    checked = [1, 2, 3, 4, 10, 100, 200]
+    model = Of(lambda s, x: s.logits(x) - (s.number >= begin) * s.logits(x).mean(0))
+    BatchSlices(2).apply(model)
+    x = torch.randn(4, 4, WIDTH)
+    refused = min(each for each in checked if each >= begin)
+    for model.number in range(1, refused):
+        model(x).sum().backward()
+    model.number = refused
+    with pytest.raises(UsageError, match="combines samples"):
+        model(x)
 
 
 @pytest.mark.parametrize(

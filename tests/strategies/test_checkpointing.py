@@ -264,12 +264,12 @@ def test_running_out_of_memory_in_a_recomputation_leaves_no_trace():
     """The engine repeats the batch in smaller parts, as if the recomputation had not begun."""
 
     class Short(DropoutBlock):
-        left = 0
+        left = (0,)
 
         def forward(self, x):
-            if self.left:
-                self.left -= 1
-                if not self.left:
+            if self.left[0]:
+                self.left[0] -= 1
+                if not self.left[0]:
                     raise torch.OutOfMemoryError("CUDA out of memory")
             return super().forward(x)
 
@@ -280,7 +280,7 @@ def test_running_out_of_memory_in_a_recomputation_leaves_no_trace():
         engine = Engine(model, plan, optimizer=optimizer, loss=lambda m, x: m(x).square().mean())
         torch.manual_seed(4)
         x = torch.randn(8, 6)
-        model.layers[0].left = left
+        model.layers[0].left = [left]
         results = [engine.step(x) for _ in range(2)]
         assert results[0].retried == (left > 0)
         return {**model.state_dict(), "loss": torch.tensor([float(result.loss) for result in results])}

@@ -103,9 +103,15 @@ class Scaled(DropoutBlock):
     def __init__(self, draw):
         super().__init__()
         self.draw = draw
+        self.generator = torch.Generator().manual_seed(3)
+        self.own = [random.Random(3), np.random.default_rng(3), np.random.RandomState(3)]  # noqa: S311 - no secrets
 
     def forward(self, x):
-        return super().forward(x * self.draw())
+        return super().forward(x * (self.draw or self.draw_own)())
+
+    def draw_own(self):
+        mask = torch.rand(6, generator=self.generator).round()
+        return mask * self.own[0].random() * self.own[1].random() * self.own[2].randn()
 
 
 def uniform():
@@ -119,15 +125,16 @@ def normal():
 @MODES
 @pytest.mark.parametrize(
     "draw",
-    [random.random, lambda: random.gauss(0, 1), uniform, normal],
-    ids=["random", "gauss", "rand", "randn"],
+    [random.random, lambda: random.gauss(0, 1), uniform, normal, None],
+    ids=["random", "gauss", "rand", "randn", "own generators"],
 )
 def test_python_and_numpy_draw_the_same_in_the_recomputation(use_reentrant, draw):
     def seeded(model, x):
         random.seed(3)
         np.random.seed(3)  # noqa: NPY002 - the global one
-        draw()  # the generator caches the second of two Gaussian numbers
-        return model(x), draw()
+        other = draw or random.random
+        other()  # the generator caches the second of two Gaussian numbers
+        return model(x), other()
 
     model = Net([Scaled(draw) for _ in range(2)])
     after = []
@@ -139,6 +146,40 @@ def test_python_and_numpy_draw_the_same_in_the_recomputation(use_reentrant, draw
 
     compare(model, settings=Checkpointing("layers.*", use_reentrant=use_reentrant, check=True), call=call)
     assert len(set(after)) == 1, "later draws are the same"
+
+
+@MODES
+def test_attributes_are_those_of_the_forward_in_the_recomputation(use_reentrant):
+    """A count, an attribute that the loop sets between two forwards, and a layer that the first one makes."""
+
+    class Counting(DropoutBlock):
+        count = 0
+
+        def __init__(self):
+            super().__init__()
+            self.scale, self.is_built = 1.0, False
+
+        def forward(self, x):
+            self.count += 1
+            if not self.is_built:
+                self.head, self.is_built = nn.Linear(6, 6), True
+            return self.head(super().forward(x)) * self.scale / self.count
+
+    def call(model, x):
+        results = []
+        for scale in (1.0, 2.0):
+            for layer in model.layers:
+                layer.scale = scale
+            results.append(model(x))
+        assert model.layers[0].count in (2, 4)
+        return torch.cat(results)
+
+    torch.manual_seed(1)
+    compare(
+        Net([Counting(), Counting()]),
+        settings=Checkpointing("layers.*", use_reentrant=use_reentrant),
+        call=call,
+    )
 
 
 @MODES

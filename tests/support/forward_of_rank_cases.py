@@ -12,6 +12,8 @@ from memfit.strategies.mechanisms.wrap_forward import wrap_forward
 from support.rank_jobs import whole
 
 TOKENS, WIDTH, LENGTH = 23, 6, 5
+FEW = 9
+"""A target that the first sample alone has."""
 MODES = ("ddp", "fsdp2")
 
 
@@ -29,6 +31,10 @@ class Model(nn.Module):
 
 def mean_of_counted(logits, targets):
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
+
+
+def mean_of_few(logits, targets):
+    return logits[targets == FEW].square().mean()
 
 
 def summed(logits, targets):
@@ -55,6 +61,7 @@ def inside(model, text, targets):
 JOBS = {
     "outputs": (None, between_samples),
     "mean": (mean_of_counted, inside),
+    "mean of none on a rank": (mean_of_few, inside),
     "sum": (summed, inside),
 }
 
@@ -76,6 +83,7 @@ def compared(rank, ranks):
             data = torch.Generator().manual_seed(samples)
             text = torch.randint(TOKENS, (samples, LENGTH), generator=data)
             targets = torch.randint(3, (samples, LENGTH), generator=data)
+            targets[0, 0] = FEW
             for mode in MODES:
                 torch.manual_seed(0)
                 plain, model = Model(loss).double(), Model(loss).double()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -79,6 +80,16 @@ def with_few_labels(n: int) -> tuple[torch.Tensor, ...]:
     return x, wanted
 
 
+def with_no_labels_first(n: int) -> tuple[torch.Tensor, ...]:
+    x, wanted = with_labels(n)
+    wanted[:3] = -100
+    return x, wanted
+
+
+def with_no_labels(n: int) -> tuple[torch.Tensor, ...]:
+    return torch.randn(n, 4, WIDTH), torch.full((n, 4), -100)
+
+
 def entropy(**options: Any) -> Callable[..., torch.Tensor]:
     return lambda self, x, y: F.cross_entropy(self.logits(x).flatten(0, 1), y.flatten(), **options)
 
@@ -90,6 +101,10 @@ def by_token(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def masked_mean(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     mask = (y != -100).to(x.dtype)
     return (self.logits(x).square().mean(-1) * mask).sum() / mask.sum()
+
+
+def mean_of_counted(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return self.logits(x)[y != -100].square().mean()
 
 
 def attend(self: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -158,7 +173,7 @@ def trained(
 
 def expect_equal(ours: Any, plain: Any, limit: float) -> None:
     (loss, gradients), (wanted, others) = ours, plain
-    assert abs(loss - wanted) <= limit * max(1, abs(wanted))
+    assert loss == pytest.approx(wanted, rel=limit, abs=limit, nan_ok=True)
     assert [each is None for each in gradients] == [each is None for each in others]
     pairs = [pair for pair in zip(gradients, others, strict=True) if pair[0] is not None]
     off = sum((one.double() - other.double()).square().sum() for one, other in pairs)

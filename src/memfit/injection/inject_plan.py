@@ -340,7 +340,7 @@ class _PlanInjector:
 
     def _has_plan(self, model: Any, name: str) -> None:
         self._planned.append((weakref.ref(model), name))
-        self._scaling.active = True
+        self._scaling.activate()
         self._counter.watch(model)
         self._report()
 

@@ -35,12 +35,10 @@ class LossScaling:
 
     def __init__(self, settings: LossScale | None) -> None:
         self._settings = settings
-        self.active = False
+        self._active = False
         """Whether a model of the script computes in float16."""
         self._by_script = False
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._guarded = 0
-        """Of these, so many leave out updates that are not finite."""
         self._scale: torch.Tensor | None = None
         self._grown = torch.zeros(0)
         """Updates since the scale has grown, like the scale on the GPU."""
@@ -57,13 +55,22 @@ class LossScaling:
         hooks.wrap(_BACKWARD, "backward", self._backward)
         hooks.wrap(_SCALER, "scale", self._scaled_by_script)
 
+    def activate(self) -> None:
+        """Scale losses from now on: a model of the script computes in float16."""
+        self._active = True
+        self._guard_updates()
+
     def created(self, *optimizers: torch.optim.Optimizer | None) -> None:
-        """Have optimizers, if they exist, leave out updates that are not finite, from a backward on."""
+        """Have optimizers, if they exist, leave out updates that are not finite.
+
+        From now on: the first backward may come in a closure, when the optimizer's step has begun.
+        """
         self._optimizers += [weakref.ref(each) for each in optimizers if each is not None]
+        self._guard_updates()
 
     def scales(self) -> bool:
         """Return whether the next backward is that of a scaled loss: not one inside of another."""
-        return self.active and not self._by_script and torch._C._current_graph_task_id() == -1
+        return self._active and not self._by_script and torch._C._current_graph_task_id() == -1
 
     def _scaled_by_script(
         self, original: Any, scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any
@@ -129,10 +136,11 @@ class LossScaling:
         return self._scale
 
     def _guard_updates(self) -> None:
-        new, self._guarded = self._optimizers[self._guarded :], len(self._optimizers)
-        for optimizer in filter(None, (each() for each in new)):
-            guard_optimizer_step(optimizer, self._may_update)
+        """Guard what has no guard yet, or has got another own step since."""
+        for optimizer in filter(None, (each() for each in self._optimizers)):
+            if self._active and self._settings is not None:
+                guard_optimizer_step(optimizer, self._may_update)
 
     def _may_update(self) -> bool:
-        self._updated = True
+        self._updated = bool(self._found)
         return not any(each.item() for each in self._found.values())

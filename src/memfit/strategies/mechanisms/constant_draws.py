@@ -9,7 +9,7 @@ Python's and NumPy's                      those after a seed with which shuffles
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from memfit.errors import UsageError
+from memfit.user_lines import innermost_user_line
+
 
 class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which PyTorch's operations draw constants. Compiled modules run eagerly in it.
 
     Args:
+        own: the generators, besides the global ones, that operations may draw from.
         share: from 0 to 1: the constant.
 
     >>> with ConstantDraws():
@@ -29,10 +33,18 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ([0.5, 0.5, 0.5], [0, 0, 0])
     """
 
-    def __init__(self, share: float = 0.5) -> None:
-        super().__init__()
-        self.share, self.were_drawn = share, False
+    def __init__(self, own: Iterable[Any] = (), share: float = 0.5) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.own, self.share = (*own,), share
+        self.were_drawn = False
         """Whether a constant stood for a number."""
+        known = (torch.default_generator, *torch.cuda.default_generators, *self.own)
+        # Operations are dispatched with other Python objects for the same generators.
+        self._known = {
+            each._cdata  # type: ignore[attr-defined]
+            for each in known
+            if isinstance(each, torch.Generator)
+        }
 
     def __torch_dispatch__(
         self,
@@ -41,7 +53,11 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and fill what it has drawn."""
+        """Run an operation, and fill what it has drawn.
+
+        Raises:
+            UsageError: it draws from a generator that is not known.
+        """
         if torch.Tag.nondeterministic_seeded not in function.tags:
             result = function(*args, **(kwargs or {}))
             if function.overloadpacket in _ORDERS and _has_no_order(args[0]):
@@ -49,6 +65,13 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         arguments = {each.name: each.type for each in function._schema.arguments}
         given = {**dict(zip(arguments, args, strict=False)), **(kwargs or {})}
+        if (used := given.get("generator")) is not None and used._cdata not in self._known:
+            raise UsageError(
+                f"batch_slices: the model's forward draws at {innermost_user_line()} from a torch.Generator "
+                "that memfit does not find among the attributes of its modules. A slice that runs again "
+                "would draw other numbers. Make it an attribute of the module that draws "
+                "(self.generator = ...), draw from the global generator, or leave out batch_slices."
+            )
         probabilities = ("p",) if function is torch.ops.aten.native_dropout.default else _DROPOUT
         for name in probabilities:
             if isinstance(arguments.get(name), torch.FloatType):

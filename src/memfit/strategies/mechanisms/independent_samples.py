@@ -91,13 +91,14 @@ def learn_outputs(
     aliases = leaf_aliases(module) if can_be_replaced(module) else {}
     kind = next((each.device.type for each in module.parameters()), "cpu")
     effects, half = SideEffects(module), calls[-1][1]
+    generators = (torch.default_generator, *draws.own)
     with autocast_to(kind, lower := autocast_dtype(kind), cache=False), parameters_replaced(module, aliases):
         with effects, nullcontext() if is_ghost_loaded() else draws:
             outputs = []
             for call, _ in calls:
-                with DrawnRandomNumbers.start((torch.default_generator,)).replay():
+                with DrawnRandomNumbers.start(generators).replay():
                     seed_shuffles()
-                    outputs.append(_flat_output(call))
+                    outputs.append(_flat_output(call, draws.own))
                 effects.called()
         effects.expect_none()
         rule = _rule(outputs, layouts, [*aliases.values(), *inputs] if aliases else [], passed, half, known)
@@ -178,9 +179,9 @@ class ModelFailsError(UsageError):
     """A model's forward fails for a part of a batch."""
 
 
-def _flat_output(call: Callable[[], Any]) -> _Flat:
+def _flat_output(call: Callable[[], Any], own: Iterable[Any]) -> _Flat:
     try:
-        leaves, spec = tree_flatten(without_saving(call))
+        leaves, spec = tree_flatten(without_saving(call, own))
     except (MemfitError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -199,28 +200,35 @@ def _flat_output(call: Callable[[], Any]) -> _Flat:
     return leaves, spec
 
 
-def without_saving(call: Callable[[], Any]) -> Any:
+def without_saving(call: Callable[[], Any], own: Iterable[Any]) -> Any:
     """Return what a forward returns whose operations save no tensors for a backward, which will not come.
 
     A forward that needs them, as it differentiates, runs again, draws the same, and saves what it needs.
-    """
-    drawn, running = DrawnRandomNumbers.start((torch.default_generator,)), [True]
 
-    def refuse(saved: torch.Tensor) -> torch.Tensor:
-        if running:
-            raise AssertionError("only its shape was saved")
+    Args:
+        call: the forward.
+        own: the generators that it may draw from, besides the global ones.
+    """
+    drawn, steps = DrawnRandomNumbers.start((torch.default_generator, *own)), ["runs"]
+
+    def unpacked(saved: torch.Tensor) -> torch.Tensor:
+        if steps == ["runs"]:
+            steps.append("differentiates")
+            raise AssertionError("only the shape of what an operation saves is kept")
         return saved  # to one who reads the graph of a loss
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_shape_alone, refuse):
-            return call()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # noqa: BLE001 - also what torch.func says, which allows no such context
-        drawn.rewind()
+        with torch.autograd.graph.saved_tensors_hooks(_shape_alone, unpacked):
+            output = call()
+    except AssertionError:
+        if steps == ["runs"]:
+            raise
     finally:
-        running.clear()
-    return call()
+        steps.append("ended")
+    if "differentiates" in steps:
+        drawn.rewind()
+        output = call()
+    return output
 
 
 def _shape_alone(saved: torch.Tensor) -> torch.Tensor:

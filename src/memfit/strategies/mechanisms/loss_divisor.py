@@ -11,6 +11,7 @@ nothing: ``LossRule`` learns that from two samples, together and each alone.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class LossTerm:
     factors: tuple[Number, ...]
     is_mean: bool
     """Whether the first divisor is that of the reduction itself."""
+    dividing: tuple[Any, ...]
+    """The nodes that divide; None for the reduction itself."""
 
 
 def terms_of_loss(loss: torch.Tensor) -> list[LossTerm]:
@@ -57,25 +60,28 @@ def terms_of_loss(loss: torch.Tensor) -> list[LossTerm]:
     >>> [(term.elements, term.divisors) for term in terms_of_loss(x.mean() * 2 + x.square().sum() / 5)]
     [(6, (6,)), (6, (tensor(5),))]
     """
-    return list(_terms(loss.grad_fn, (), ()))
+    return list(_terms(loss.grad_fn, (), (), ()))
 
 
-def _terms(node: Any, divisors: tuple[Number, ...], factors: tuple[Number, ...]) -> Iterator[LossTerm]:
+def _terms(
+    node: Any, divisors: tuple[Number, ...], factors: tuple[Number, ...], dividing: tuple[Any, ...]
+) -> Iterator[LossTerm]:
     while node is not None:
         name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
         if (reduced := _reduced(node, name)) is not None:
             elements, mean = reduced
-            yield LossTerm(elements, (*mean, *divisors), factors, bool(mean))
+            nodes = (*[None] * len(mean), *dividing)
+            yield LossTerm(elements, (*mean, *divisors), factors, bool(mean), nodes)
             return
         ahead = [each for each, _ in node.next_functions if each is not None]
         if name in ("Add", "Sub"):
             for each in ahead:
-                yield from _terms(each, divisors, factors)
+                yield from _terms(each, divisors, factors, dividing)
             return
         if len(ahead) != 1 or not (name in ("Div", "Mul") or name.startswith(_PASSING)):
             break
         if name == "Div":
-            divisors = (*divisors, _number(node._saved_other))
+            divisors, dividing = (*divisors, _number(node._saved_other)), (*dividing, node)
         if name == "Mul":
             other = node._saved_other
             factors = (*factors, _number(node._saved_self if other is None else other))
@@ -174,11 +180,14 @@ class LossRule:
 
     def divisors(self, loss: torch.Tensor) -> list[Number]:
         """Return by what each term of a slice's loss is divided; empty for a sum."""
-        return [
-            term.divisors[place]
-            for term, place in zip(terms_of_loss(loss), self._varying, strict=True)
-            if place is not None
-        ]
+        divisors = []
+        for term, place in zip(terms_of_loss(loss), self._varying, strict=True):
+            if place is None:
+                continue
+            divisors.append(term.divisors[place])
+            if (node := term.dividing[place]) is not None:
+                node.register_hook(partial(_without_infinite, term.divisors[place]))
+        return divisors
 
     def python_numbers(self, loss: torch.Tensor) -> list[float]:
         """Return the Python numbers that multiply or divide every slice's loss alike."""
@@ -228,11 +237,7 @@ class SumOfSlices:
         if divisors:
             # Without targets that count, a mean is 0 / 0.
             first = divisors[0]
-            own = own * first
-            if isinstance(first, torch.Tensor):
-                own = torch.where(first == 0, 0, own)
-                if self._rule.is_quotient and not is_ghost_loaded() and first == 0:
-                    own = own.detach()  # the gradient of 0 / 0 is none
+            own = _or_zero(own * first, first)
             self.divisor = first if self.divisor is None else self.divisor + first
         if divisors[1:]:
             self._divisors.append(divisors)
@@ -251,6 +256,19 @@ class SumOfSlices:
         return (self._sum if self.divisor is None else self._sum / self.divisor).to(self._dtype)
 
 
+def _without_infinite(divisor: Number, gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
+    """Return the gradients of a quotient: none where it divides by 0, in a slice where nothing counts."""
+    return tuple(each if each is None else _or_zero(each, divisor) for each in gradients)
+
+
+def _or_zero(number: torch.Tensor, divisor: Number) -> torch.Tensor:
+    """Return 0 instead of a number where its divisor is 0."""
+    is_known = not (isinstance(divisor, torch.Tensor) and divisor.is_cuda)
+    if is_known and divisor != 0:
+        return number
+    return torch.where(torch.as_tensor(divisor == 0, device=number.device), 0, number)
+
+
 def _is_constant(numbers: Sequence[Number], passed: Sequence[Any]) -> bool:
     """Return whether a number does not depend on which samples the loss is of.
 
@@ -259,7 +277,7 @@ def _is_constant(numbers: Sequence[Number], passed: Sequence[Any]) -> bool:
     """
     first, *others = numbers
     if not isinstance(first, torch.Tensor):
-        return all(each == first for each in others)
+        return first != 0 and all(each == first for each in others)
     if any(isinstance(each, torch.Tensor) and first.is_set_to(each) for each in passed):
         return True
     if all(isinstance(each, torch.Tensor) and first.is_set_to(each) for each in others):

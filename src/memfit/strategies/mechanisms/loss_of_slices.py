@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memfit.errors import UsageError
 from memfit.random_state import DrawnRandomNumbers
+from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker, own_generators
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
 from memfit.strategies.mechanisms.independent_samples import place_of_loss, without_saving
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
@@ -72,7 +73,9 @@ class LossOfSlices:
         slices = SumOfSlices(self.rule)
         for call, samples in zip(self.calls, self.sizes, strict=True):
             with torch.enable_grad():
-                leaves, spec = tree_flatten(call() if backward else without_saving(call))
+                whole = call() if backward else without_saving(call, own_generators(self.module))
+                leaves, spec = tree_flatten(whole)
+                del whole
                 place = place_of_loss(leaves)
                 if place is None:
                     raise UsageError(
@@ -137,8 +140,11 @@ class _HeldGradients(torch.autograd.Function):
         kind = work.kind()
         ctx.autocast = kind, autocast_dtype(kind)
         if work.needs_scaled_loss():
-            ctx.again = DrawnRandomNumbers.start((torch.default_generator,))
+            tracker = BufferTracker("the model")
+            ctx.before = tracker.snapshot(work.module)
+            ctx.again = DrawnRandomNumbers.start((torch.default_generator, *ctx.before.generators))
             loss = work.run(outputs, None)
+            tracker.record_changes(ctx.before)
             ctx.again.keep_drawn()
             ctx.save_for_backward(*parameters)  # a change of theirs before the backward is an error
         else:
@@ -156,11 +162,14 @@ class _HeldGradients(torch.autograd.Function):
                 "Leave out batch_slices."
             )
         upstream = upstream if upstream.dtype == torch.float64 else upstream.float()
-        factor = upstream if ctx.divisor is None else upstream / ctx.divisor
+        divisor = 1 if ctx.divisor is None else ctx.divisor
+        if not ctx.work.rule.is_quotient:
+            divisor = divisor + (divisor == 0)  # a mean of nothing has gradients of 0
+        factor = upstream / divisor
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         if ctx.again is not None:
             _ = ctx.saved_tensors
-            with ctx.again.replay(), autocast_to(*ctx.autocast):
+            with ctx.before.restored(), ctx.again.replay(), autocast_to(*ctx.autocast):
                 _, gradients = ctx.work.differentiate(None, factor)
             if not keep:
                 ctx.work.calls = ()

@@ -4,6 +4,7 @@ script ── scheduler's count of calls ── updates that are held back ─�
 """
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -62,23 +63,37 @@ def replace_optimizer_step(optimizer: Optimizer, own: Callable[..., Any]) -> Cal
 def guard_optimizer_step(optimizer: Optimizer, may_step: Callable[[], bool]) -> None:
     """Have an optimizer leave out each update of its own step for which ``may_step`` returns False.
 
-    A closure runs before that is asked.
+    A closure runs before that is asked. An own step that is guarded already stays so.
 
     Raises:
-        UsageError: its step was replaced by a function that does not call its own.
+        UsageError: its step was replaced by a function that does not call its own; or, in a step, its closure
+            runs more than once.
     """
+    own = vars(optimizer).get(_OWN)
+    if hasattr(own, "is_guard"):
+        return
     check_step_is_not_replaced(optimizer)
-    reference, own = weakref.ref(optimizer), vars(optimizer).get(_OWN)
+    reference = weakref.ref(optimizer)
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    needs_closure = parameter is not None and parameter.default is parameter.empty
 
-    def guarded(closure: Callable[[], Any] | None = None) -> Any:
+    def guarded(closure: Callable[[], Any] | None = None, **others: Any) -> Any:
         held, loss = reference(), None
-        if closure is not None:
+        if closure is not None and held is not None:
+            if needs_closure:
+                raise UsageError(
+                    f"precision: {optimizer_name(held)} evaluates the model several times in an update, and "
+                    "under fp16 memfit leaves out an update after one evaluation, if its gradients are not "
+                    "finite. Use bf16, or another optimizer."
+                )
             with torch.enable_grad():
                 loss = closure()
         if held is not None and may_step():
-            type(held).step(held) if own is None else own()
+            made = type(held).step(held, **others) if own is None else own(**others)
+            return made if closure is None else loss
         return loss
 
+    guarded.is_guard = True  # type: ignore[attr-defined]
     replace_optimizer_step(optimizer, guarded)
 
 

@@ -59,7 +59,7 @@ class CheckpointedForward(WrappedForward):
     """The forward of one checkpointed module."""
 
     generators: tuple[torch.Generator, ...] = ()
-    """Generators that it draws from, besides the global ones."""
+    """Generators that it draws from, besides the global ones and those of its modules."""
 
     def __init__(self, module: nn.Module, around: RecomputeSettings, inner: Forward | None) -> None:
         super().__init__(module, around, inner)
@@ -173,8 +173,9 @@ class CheckpointedCall:
         self._name = settings.name
         self._buffers = region.buffer_tracker.snapshot(region.module)
         # torch's checkpoint restores the CPU's generator itself.
-        others = (*region.generators, torch.default_generator) if settings.split_at else region.generators
-        self._draws = DrawnRandomNumbers.start(others) if settings.preserve_rng_state else None
+        of_cpu = (torch.default_generator,) if settings.split_at else ()
+        self._generators = (*region.generators, *self._buffers.generators, *of_cpu)
+        self._draws = DrawnRandomNumbers.start(self._generators) if settings.preserve_rng_state else None
         self._kept = KeptResults(settings.save_ops) if settings.save_ops else None
         self._recorder = FingerprintRecorder() if settings.check else None
         self._parameters: tuple[tuple[str, nn.Parameter, int], ...] = ()
@@ -262,7 +263,7 @@ class CheckpointedCall:
         versions = [tensor_version(each) for each in leaves]
         holders = [(each, tensors_in_object(each)) for each in leaves if not isinstance(each, torch.Tensor)]
         unpreserved = (
-            (torch.get_rng_state(), DrawnRandomNumbers.start(self._region.generators))
+            (torch.get_rng_state(), DrawnRandomNumbers.start(self._generators))
             if self._buffers.first and self._draws is None
             else None
         )

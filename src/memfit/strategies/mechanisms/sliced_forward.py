@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms.buffer_snapshots import own_generators
 from memfit.strategies.mechanisms.constant_draws import ConstantDraws
 from memfit.strategies.mechanisms.forward_side_effects import ADVICE, package_of_hook
 from memfit.strategies.mechanisms.independent_samples import (
@@ -151,7 +152,7 @@ class SlicedForward(WrappedForward):
         begin = random.Random(number).randrange(samples - 2 * half + 1)  # noqa: S311 - the same on each rank
         parts = [begin, half, half, samples - begin - 2 * half]
         for share in _SHARES if number == 1 else (_SHARES[number % len(_SHARES)],):
-            draws = ConstantDraws(share)
+            draws = ConstantDraws(own_generators(self.module), share)
             try:
                 with without_dispatch_modes():  # counters and recorders among them: the step is as ever
                     self._rule(call, parts, positional, self._dims[passed], draws, self._rules[passed])
@@ -162,10 +163,10 @@ class SlicedForward(WrappedForward):
 
     def _learn(self, passed: Any, call: dict[Any, Any], samples: int, positional: int) -> None:
         """Learn what the model returns, and along which dimensions samples of its arguments lie."""
-        parts = [0, 1, 1, samples - 2]
+        parts, draws = [0, 1, 1, samples - 2], ConstantDraws(own_generators(self.module))
         others = _other_dimensions(call, samples, self.around.dim)
         try:
-            self._rules[passed] = self._rule(call, parts, positional, {}, ConstantDraws())
+            self._rules[passed] = self._rule(call, parts, positional, {}, draws)
             self._dims[passed] = {}
         except UsageError as error:
             if not others:
@@ -173,7 +174,7 @@ class SlicedForward(WrappedForward):
             self._splitter = BatchSplitter(advice=ADVICE)  # the other knows these arguments as shared
             self._dims[passed] = others
             try:
-                self._rules[passed] = self._rule(call, parts, positional, others, ConstantDraws())
+                self._rules[passed] = self._rule(call, parts, positional, others, draws)
             except UsageError:
                 raise error from None
 
@@ -216,6 +217,12 @@ class SlicedForward(WrappedForward):
         Raises:
             UsageError: there is no tensor, or one without rows.
         """
+        most = max((each.dim() for each in tensors_in_object(call)), default=0)
+        if self.around.dim >= max(most, 1):
+            raise UsageError(
+                f"batch_slices: dim={self.around.dim}, and no tensor that the model is passed has such a "
+                f"dimension: they have up to {most}. Set dim to that along which samples lie, counted from 0."
+            )
         for name, each in call.items():
             if isinstance(each, torch.Tensor) and each.dim() and not each.is_nested:
                 return each.size(0)
