@@ -9,6 +9,7 @@ Nothing is kept for a backward, and the generators are restored: the step that f
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from math import inf, sqrt
 from typing import Any
 
@@ -35,6 +36,8 @@ from memfit.strategies.mechanisms.slice_parameters import (
 _TOLERANCE, _GPU_TOLERANCE, _LOW_TOLERANCE = 1e-4, 1e-2, 1e-1
 """Of the norm: kernels for another number of samples round differently; a GPU's may compute in TF32, and half
 precision rounds even more."""
+_CHUNK = 1 << 22
+"""Numbers that are compared at a time: what that takes is less than the outputs themselves."""
 _FIRST, _EVERY = (1, 2, 3, 4, 10), 100
 
 
@@ -277,7 +280,7 @@ def _difference(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
     apart = size = 0.0
     exact = False
     with torch.no_grad():
-        for one, whole in pairs:
+        for one, whole in chain.from_iterable(map(_chunks, pairs)):
             if exact := not (whole.is_floating_point() or whole.is_complex()):
                 apart, size = apart + float((one != whole).sum()), size + whole.numel()
                 continue
@@ -291,6 +294,10 @@ def _difference(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
         return 0.0
     ratio = apart / size if size else inf
     return ratio if exact else sqrt(ratio)
+
+
+def _chunks(pair: tuple[torch.Tensor, torch.Tensor]) -> Iterable[Any]:
+    return zip(*(each.flatten().split(_CHUNK) for each in pair), strict=True)
 
 
 def place_of_loss(leaves: Sequence[Any]) -> int | None:
