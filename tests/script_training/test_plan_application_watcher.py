@@ -235,7 +235,7 @@ SECOND = (
     ("before", "after", "says"),
     [
         ("Linear(4, 4))", "BatchNorm1d(4))", "0 is a BatchNorm1d in"),
-        ("print(", HOOK, "the model's forward, or a hook on a layer, keeps a result"),
+        ("print(", HOOK, "0 has a forward hook, <lambda> at "),
         (".sum().backward()", SECOND, "a second derivative"),
     ],
     ids=["batch norm", "hook", "backward"],
