@@ -57,11 +57,14 @@ def test_a_sharding_takes_several_processes(train, plan_file):
     assert f"memfit: stopped before the script started. Write {again}.\n" in trained.err
 
 
+@pytest.mark.parametrize("settings", [{"batch_slices": {"count": 2}}, {"precision": {}}])
 @pytest.mark.parametrize(("forward", "code"), [("model", 0), ("model[0]", 3)], ids=["model", "its layer"])
-def test_slices_take_a_call_of_the_model_itself(train, plan_file, forward, code):
+def test_slices_and_precision_take_a_call_of_the_model_itself(train, plan_file, settings, forward, code):
     assert "model(torch" in STEPS
     script = STEPS.replace("model(torch", f"{forward}(torch")
-    trained = train(script, plan_file({"batch_slices": {"count": 2}}))
+    if settings == {"precision": {}}:  # in a closure
+        script = script.replace(f"{forward}(", f"run = lambda: {forward}(").replace("step()", "step(run)")
+    trained = train(script, plan_file(settings))
     assert (trained.code, "stepped" in trained.out) == (code, code == 0), trained.err
     refused = "NOT APPLIED to Sequential: the script does not call Sequential itself"
     assert (refused in trained.err) == bool(code)
@@ -86,6 +89,57 @@ def test_a_script_that_catches_a_refusal_has_not_trained(train, plan_file):
     trained = train(script, plan_file({"batch_slices": {"count": 2}}))
     assert (trained.code, trained.out) == (3, "trains\nskipped\n"), trained.err
     assert "NOT APPLIED: no optimizer has made a step" in trained.err
+
+
+CATCHES = """
+    import torch
+    from torch import nn
+    models = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), LAST)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in models]
+    print("trains")
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers):
+            try:
+                model(torch.ones(2, 4)).sum().backward()
+            except ERROR:
+                continue
+            optimizer.step()
+            print("stepped")
+"""
+
+
+@pytest.mark.parametrize("as_far", [False, True])
+@pytest.mark.parametrize(
+    ("last", "error", "before", "says"),
+    [
+        ("nn.Softmax(0)", "ValueError", 1, "stopped during training at script.py:10: batch_slices: the mod"),
+        (
+            "nn.BatchNorm1d(4)",
+            "KeyError",
+            0,
+            "NOT APPLIED to Sequential (optimizer: script.py:5): batch_slices: 1 is",
+        ),
+    ],
+    ids=["caught", "seen before the first step"],
+)
+def test_no_step_follows_a_refusal(train, plan_file, last, error, before, says, as_far):
+    script = CATCHES.replace("LAST", last).replace("ERROR", error)
+    trained = train(script, plan_file({"batch_slices": {"count": 2}}), as_far=as_far)
+    if not as_far:
+        assert (trained.code, trained.out) == (3, "trains\n" + "stepped\n" * before), trained.err
+        assert f"memfit: {says}" in trained.err
+    elif error == "ValueError":
+        assert (trained.code, trained.out) == (0, "trains\n" + "stepped\n" * 3), trained.err
+        assert "trained without a part of" in trained.err.splitlines()[-1]
+
+
+def test_a_copy_of_a_model_gets_the_plan_when_an_optimizer_takes_it(train, plan_file):
+    script = textwrap.dedent(STEPS)
+    script += "import copy; model = copy.deepcopy(model)\n" + "\n".join(script.splitlines()[3:])
+    trained = train(script, plan_file({"batch_slices": {"count": 2}, "precision": {}}))
+    assert (trained.code, trained.out) == (0, "trains\nstepped\n" * 2), trained.err
+    assert trained.err.count("memfit: applied to Sequential") == 2
+    assert "NOT APPLIED" not in trained.err
 
 
 def test_a_script_trains_as_far_as_it_goes_and_the_last_line_says_what_was_left_out(train, plan_file):
@@ -181,7 +235,7 @@ SECOND = (
     ("before", "after", "says"),
     [
         ("Linear(4, 4))", "BatchNorm1d(4))", "0 is a BatchNorm1d in"),
-        ("print(", HOOK, "the model's forward, or a hook on a layer, keeps a result"),
+        ("print(", HOOK, "0 has a forward hook, <lambda> at "),
         (".sum().backward()", SECOND, "a second derivative"),
     ],
     ids=["batch norm", "hook", "backward"],

@@ -1,5 +1,6 @@
 """What batch slices refuse: models that combine samples, and what a loss of one slice's tensors would be."""
 
+import functools
 import random
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit import BatchSlices
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms import forward_side_effects
 from support.slice_cases import (
     CLASSES,
     WIDTH,
@@ -40,6 +42,10 @@ def shuffled(count):
 def scaled_to_one(x):
     x.register_hook(lambda gradient: gradient / gradient.norm())
     return x
+
+
+def with_counts(n):
+    return torch.randn(n, 4, WIDTH), torch.tensor([0, 0, 2, 1, 1, 0, 2][:n])
 
 
 REFUSED = {
@@ -221,7 +227,7 @@ REFUSED = {
                 lambda _, __, out, kept=[]: kept.append(out)
             ),
         ),
-        "a hook on a layer, keeps a result of NativeLayerNormBackward0 (1 x 4 x 9)",
+        "batch_slices: norm has a forward hook, ",
     ),
     "a generator out of sight": (
         Case(lambda s, x: s.logits(x) * torch.rand(5, generator=OUT_OF_SIGHT)),
@@ -234,6 +240,14 @@ REFUSED = {
     "a number of samples": (
         Case(lambda s, x: (s.logits(x), len(x)), loss=lambda out: out[0].sum() / out[1]),
         "returns a number that depends on the samples: 2 for two, 1 for one",
+    ),
+    "a number of what the first two samples lack": (
+        Case(lambda s, x, y: (s.logits(x), int(y.sum())), with_counts, lambda out: out[0].sum()),
+        "it computes from the samples: 2 for a slice, 0 for two samples",
+    ),
+    "a loss that is divided by such a number": (
+        Case(lambda s, x, y: s.logits(x).square().sum() / max(int(y.sum()), 1), with_counts, same),
+        "it computes from the samples: 2.0 for a slice, 1.0 for two samples",
     ),
     "a parameter": (
         Case(lambda s, x: (s.logits(x), s.position), loss=lambda out: out[0].sum() + out[1].square().sum()),
@@ -301,12 +315,19 @@ def test_a_second_derivative_is_refused(loss):
 
 
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
-def test_a_hook_of_a_later_step_is_refused_too_and_one_that_detaches_is_not(register):
+def test_a_hook_of_a_later_step_is_refused_too_and_one_of_a_library_is_not(register, monkeypatch):
     kept = []
     model = Of(Of.logits)
     BatchSlices(2).apply(model)
     x = torch.randn(4, 4, WIDTH)
     model(x).sum().backward()
+    of_each_module = getattr(nn.modules.module, register.replace("_forward", "_module_forward"))
+    for add, whose in ((getattr(model.head, register), "head"), (of_each_module, "each module")):
+        added = add(functools.partial(lambda _, *of: kept.append(tree_leaves(of)[-1])))
+        with pytest.raises(UsageError, match=f"{whose} has a forward hook, .*<lambda> at {__file__}:"):
+            model(x)
+        added.remove()
+    monkeypatch.setattr(forward_side_effects, "is_user_file", lambda _: False)
     detaching = getattr(model.head, register)(lambda _, *of: kept.append(tree_leaves(of)[0].detach()))
     model(x).sum().backward()
     assert kept
@@ -360,6 +381,16 @@ def test_layers_that_are_skipped_at_random_do_not_combine_samples(seed):
     BatchSlices(2).apply(model)
     random.seed(seed)
     model(torch.randn(4, 4, WIDTH)).sum().backward()
+
+
+def test_a_number_that_the_loop_changes_multiplies_the_loss_and_is_returned():
+    model, x = Of(lambda s, x: (s.logits(x).square().mean() * s.beta, s.beta)), torch.randn(4, 4, WIDTH)
+    BatchSlices(2).apply(model)
+    found = []
+    for model.beta in (1, 2, 4):
+        loss, beta = model(x)
+        found.append(loss.item() / beta)
+    assert found == pytest.approx([found[0]] * 3)
 
 
 def test_a_call_with_other_parameters_is_refused():

@@ -1,6 +1,6 @@
 """The files between memfit and the process of a script under a change: settings, and a report; both JSON."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import msgspec
 from memfit.records import Change, OperationCounts, ShardingCalls
 
 NEVER_CALLED = (
-    "the script calls no module after it has created its optimizer, so optimizer_state could not be applied."
+    "the script calls no module between the optimizer's creation and its step, where optimizer_state would "
+    "be applied."
 )
 """Why an optimizer does not have its part of a plan, until the script calls a module."""
 
@@ -41,8 +42,10 @@ class InjectionReport(msgspec.Struct, frozen=True):
     """The models with the plan: the class of each, and its optimizer's line."""
     refusals: tuple[tuple[str, str], ...] = ()
     """Why the plan was not applied to a model, and which, as in ``models``; empty if it is of no model."""
+    caught: tuple[str, ...] = ()
+    """A refusal of what the script does that the script has caught, and its line; empty if there is none."""
     uncalled: tuple[str, ...] = ()
-    """Classes of models whose layers the script has called, but never the model that divides batches."""
+    """Classes of models whose layers the script has called, but never the model, where the plan acts."""
     shares: tuple[int, ...] = ()
     """As in ``TrialResult``."""
     notes: tuple[str, ...] = ()
@@ -61,10 +64,16 @@ class InjectionReport(msgspec.Struct, frozen=True):
     cannot_accumulate: str = ""
     """Why gradients cannot be accumulated over micro-batches; empty if they can."""
 
+    def why_uncalled(self) -> Iterator[tuple[str, str]]:
+        """Yield each of ``uncalled``, and why the plan does not act on it."""
+        for name in self.uncalled:
+            why = f"the script does not call {name} itself, but its methods or submodules, and"
+            yield name, f"{why} this part of the plan acts where the script calls the model"
+
     @property
     def is_unfit(self) -> bool:
         """Whether the script has done what the change does not permit, whatever it does afterwards."""
-        return bool(self.cannot_accumulate) or self.unfit_optimizer not in ("", NEVER_CALLED)
+        return bool(self.cannot_accumulate or self.caught) or self.unfit_optimizer not in ("", NEVER_CALLED)
 
 
 def injection_report_writer(path: Path) -> Callable[[InjectionReport], None]:

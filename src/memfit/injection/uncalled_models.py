@@ -1,4 +1,4 @@
-"""Models whose layers a script calls, but never the model, where memfit would divide batches."""
+"""Models whose layers a script calls, but never the model, where a part of the plan acts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,12 +31,16 @@ class UncalledModels:
         layers = [each for each in model.modules() if each is not model]
 
         def called(*_: Any) -> None:
+            if torch.compiler.is_compiling():  # which traces hooks
+                return
             while hooks:
                 hooks.pop().remove()
             self._names.discard(name)
             self._on_change()
 
         def layer_called(*_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             if hooks and torch.is_grad_enabled() and name not in self._names:  # a copy has them, too
                 self._names.add(name)
                 self._on_change()

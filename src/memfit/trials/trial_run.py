@@ -173,18 +173,15 @@ class Injection:
         report, fields = self.report(), sorted(self._change.strategies)
         if report.cannot_accumulate:
             return f"the script cannot accumulate gradients over micro-batches: {report.cannot_accumulate}"
-        if report.unfit_optimizer:
-            return report.unfit_optimizer
+        if report.caught or report.unfit_optimizer:
+            return (*report.caught, report.unfit_optimizer)[0]
         if report.refusals and (not report.models or "sharding" in fields):
             return report.refusals[0][0]
         if fields and not report.models:  # updates by hand, a plan of its own
             named = " with ".join(fields)
             return f"{named} could not be applied to any model whose parameters an optimizer takes"
-        if report.uncalled:
-            return (
-                f"the script does not call {report.uncalled[0]} itself, but its methods or submodules, and "
-                "memfit divides batches where the script calls the model."
-            )
+        for _, why in report.why_uncalled():
+            return why
         missing = self._change.own_sharding.keys() - {each.call for each in report.sharding_calls}
         return f"the script does not call {', '.join(sorted(missing))}" if missing else ""
 

@@ -68,8 +68,8 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (used := given.get("generator")) is not None and used._cdata not in self._known:
             raise UsageError(
                 f"batch_slices: the model's forward draws at {innermost_user_line()} from a torch.Generator "
-                "that memfit does not find among the attributes of its modules. A slice that runs again "
-                "would draw other numbers. Make it an attribute of the module that draws "
+                "that memfit does not find among the attributes of its modules, and so cannot put back to "
+                "draw the same again. Make it an attribute of the module that draws "
                 "(self.generator = ...), draw from the global generator, or leave out batch_slices."
             )
         probabilities = ("p",) if function is torch.ops.aten.native_dropout.default else _DROPOUT

@@ -3,11 +3,13 @@
 changes of buffers and attributes     running statistics, counters, metrics
 tensors that it keeps                 a list of losses, a hook's features
 hooks on gradients                    are passed the gradient of a slice
+hooks of the script on layers         are passed what the layer computes of a slice
 
 Global variables and files are out of sight.
 """
 
 import gc
+import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -22,6 +24,7 @@ from memfit.errors import UsageError
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.strategies.mechanisms.inspect_tensors import tensor_version
+from memfit.user_lines import is_user_file
 
 ADVICE = "Leave out batch_slices, or divide batches in the training loop."
 _HOOKS = Patch(
@@ -116,6 +119,34 @@ class SideEffects:
                 f"({shape}) beside what the model returns. A loss of it would be that of one slice. "
                 f"Return it from the model's forward, or detach it. {ADVICE}"
             )
+
+
+def expect_no_forward_hooks(module: nn.Module) -> None:
+    """Refuse hooks of the script on the forward of layers: what they keep would be that of a slice.
+
+    Raises:
+        UsageError: there is one.
+    """
+    of_each = torch.nn.modules.module
+    hooks = [
+        ("each module", of_each._global_forward_pre_hooks, of_each._global_forward_hooks),
+        *(
+            (name, part._forward_pre_hooks, part._forward_hooks)
+            for name, part in module.named_modules()
+            if part is not module
+        ),
+    ]
+    for name, *tables in hooks:
+        for hook in (each for table in tables for each in table.values()):
+            function = inspect.unwrap(getattr(hook, "func", hook))
+            code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+            if code is not None and is_user_file(code.co_filename):
+                raise UsageError(
+                    f"batch_slices: {name} has a forward hook, {code.co_qualname} at {code.co_filename}:"
+                    f"{code.co_firstlineno}, which would be passed slices of a batch, and some twice. Do its "
+                    "work in the module's forward, or return from the model what it needs. A hook on the "
+                    f"model itself is passed the whole batch. {ADVICE}"
+                )
 
 
 def package_of_hook(hook: Any) -> str:
