@@ -278,15 +278,22 @@ def test_a_loss_times_a_python_number_is_divided_under_a_dispatch_mode():
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_a_python_number_that_the_model_computes_from_samples_is_refused():
-    """The samples of the calls that are looked at have equal ones by chance."""
-    x = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])[:, None].expand(6, 4)
+@pytest.mark.parametrize(
+    ("sums", "says"),
+    [
+        ([0, 1, 1, 1, 1, 1], "a Python number that it computes from the samples"),
+        ([0, 0, 2, 1, 1, 0], "it computes from the samples: 2.0 for a slice, 1.0 for two samples"),
+    ],
+    ids=["other slices", "the first two samples"],
+)
+def test_a_python_number_that_the_model_computes_from_samples_is_refused(sums, says):
+    """In the calls that are looked at more closely, all samples have equal ones by chance."""
     model = _Scaled(lambda rows: max(1, int(rows[:, 0].sum())))
-    BatchSlices(3).apply(model)
+    BatchSlices(2).apply(model)
     for _ in range(4):
         model(torch.zeros(6, 4))
-    with pytest.raises(UsageError, match="a Python number that it computes from the samples"):
-        model(x.contiguous())
+    with pytest.raises(UsageError, match=says):
+        model(torch.tensor(sums)[:, None].expand(6, 4).float().contiguous())
 
 
 @pytest.mark.parametrize("lower", [None, torch.bfloat16, torch.float16])

@@ -243,11 +243,11 @@ REFUSED = {
     ),
     "a number of what the first two samples lack": (
         Case(lambda s, x, y: (s.logits(x), int(y.sum())), with_counts, lambda out: out[0].sum()),
-        "it computes from the samples: 2 for a slice, 0 for two samples",
+        "returns a number that depends on the samples: 2 for two, 0 for one",
     ),
     "a loss that is divided by such a number": (
         Case(lambda s, x, y: s.logits(x).square().sum() / max(int(y.sum()), 1), with_counts, same),
-        "it computes from the samples: 2.0 for a slice, 1.0 for two samples",
+        "by a Python number that it computes from the samples",
     ),
     "a parameter": (
         Case(lambda s, x: (s.logits(x), s.position), loss=lambda out: out[0].sum() + out[1].square().sum()),
