@@ -44,6 +44,10 @@ def scaled_to_one(x):
     return x
 
 
+def with_counts(n):
+    return torch.randn(n, 4, WIDTH), torch.tensor([0, 0, 2, 1, 1, 0, 2][:n])
+
+
 REFUSED = {
     "batch norm": (
         Case(lambda s, x: s.conv(x), images, layers=lambda: {"conv": nn.BatchNorm2d(3)}),
@@ -205,6 +209,14 @@ REFUSED = {
         Case(lambda s, x: (s.logits(x), len(x)), loss=lambda out: out[0].sum() / out[1]),
         "returns a number that depends on the samples: 2 for two, 1 for one",
     ),
+    "a number of what the first two samples lack": (
+        Case(lambda s, x, y: (s.logits(x), int(y.sum())), with_counts, lambda out: out[0].sum()),
+        "it computes from the samples: 2 for a slice, 0 for two samples",
+    ),
+    "a loss that is divided by such a number": (
+        Case(lambda s, x, y: s.logits(x).square().sum() / max(int(y.sum()), 1), with_counts, same),
+        "it computes from the samples: 2.0 for a slice, 1.0 for two samples",
+    ),
     "a parameter": (
         Case(lambda s, x: (s.logits(x), s.position), loss=lambda out: out[0].sum() + out[1].square().sum()),
         "returns one of its parameters (1 x 4 x 6)",
@@ -323,6 +335,16 @@ def test_layers_that_are_skipped_at_random_do_not_combine_samples(seed):
     BatchSlices(2).apply(model)
     random.seed(seed)
     model(torch.randn(4, 4, WIDTH)).sum().backward()
+
+
+def test_a_number_that_the_loop_changes_multiplies_the_loss_and_is_returned():
+    model, x = Of(lambda s, x: (s.logits(x).square().mean() * s.beta, s.beta)), torch.randn(4, 4, WIDTH)
+    BatchSlices(2).apply(model)
+    found = []
+    for model.beta in (1, 2, 4):
+        loss, beta = model(x)
+        found.append(loss.item() / beta)
+    assert found == pytest.approx([found[0]] * 3)
 
 
 def test_a_call_with_other_parameters_is_refused():

@@ -45,6 +45,10 @@ def two_means(logits, targets):
     return mean_of_counted(logits, targets) + logits.square().mean()
 
 
+def of_few(logits, targets):
+    return logits.square().sum() / max(int((targets == FEW).sum()), 1)
+
+
 def between_samples(model, text, targets):
     """Return a loss of pairs of samples, and of a parameter that the model's forward does not see."""
     logits = model(text)
@@ -156,6 +160,12 @@ def refused(rank, ranks):
             two,
             lambda model: model(
                 torch.ones(4, LENGTH, dtype=torch.long), torch.tensor([[0] * LENGTH] * 2 + [[1] * LENGTH] * 2)
+            ),
+        ),
+        "a count": (
+            Model(of_few),
+            lambda model: model(
+                torch.ones(4, LENGTH, dtype=torch.long), torch.tensor([[0] * LENGTH] * 3 + [[FEW] * LENGTH])
             ),
         ),
         "second derivative": (

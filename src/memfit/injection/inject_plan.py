@@ -233,7 +233,11 @@ class _PlanInjector:
             )
 
     def install(self, hooks: InstalledHooks) -> None:
-        """Hook the creation of optimizers, and ``memfit.apply``."""
+        """Hook the creation of optimizers and their steps, and ``memfit.apply``."""
+        from memfit.injection.checks_before_steps import ChecksBeforeSteps
+
+        sliced = () if self._plan.batch_slices is None else self._planned
+        ChecksBeforeSteps(lambda *why: self._file.update(caught=why), self._refuse, sliced).install(hooks)
         self._counter.install(hooks)
         hooks.wrap(_OPTIMIZER, "__init__", self._optimized)
         hooks.wrap(_APPLY, "apply_to_model", self._applied)
@@ -275,12 +279,14 @@ class _PlanInjector:
 
     def _apply(self, model: Any, optimized_at: str) -> None:
         """Apply the plan; if no model gets it, the run is like the first."""
-        from memfit.strategies.apply import apply
+        from memfit.strategies.apply import apply, remove_copied_plan
         from memfit.strategies.mechanisms.wrap_forward import forward_wrappers
         from memfit.strategies.sharding import module_inside_ddp
 
         if any(reference() in set(model.modules()) for reference, _ in self._planned):
             return  # it has another optimizer, too
+        if self._planned and not any("(plan: " in name for _, name in self._planned):
+            remove_copied_plan(model)
         self._applying = True
         # Before fully_shard changes the class.
         name = f"{self._names.full_name(model)} (optimizer: {optimized_at})"

@@ -173,8 +173,8 @@ class Injection:
         report, fields = self.report(), sorted(self._change.strategies)
         if report.cannot_accumulate:
             return f"the script cannot accumulate gradients over micro-batches: {report.cannot_accumulate}"
-        if report.unfit_optimizer:
-            return report.unfit_optimizer
+        if report.caught or report.unfit_optimizer:
+            return (*report.caught, report.unfit_optimizer)[0]
         if report.refusals and (not report.models or "sharding" in fields):
             return report.refusals[0][0]
         if fields and not report.models:  # updates by hand, a plan of its own

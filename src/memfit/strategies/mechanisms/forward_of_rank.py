@@ -10,7 +10,7 @@ the whole batch. Forwards without gradients, as in evaluation, run whole on ever
 
 import ctypes
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms.independent_samples import numbers_among
 from memfit.strategies.mechanisms.join_outputs import SamplesInOutput
 from memfit.strategies.mechanisms.loss_divisor import IN_LOOP, LossRule, SumOfSlices
 from memfit.strategies.mechanisms.sliced_forward import SlicedForward, expect_not_compiled
@@ -115,8 +116,7 @@ class ForwardOfRank(SlicedForward):
         self.around.expect_same("the batch", as_passed)
         passed = self._kind_of(as_passed)
         if passed not in self._rules:
-            with _evaluating_batch_norms(self.module):
-                self._learn(passed, as_passed, samples, len(args))
+            self._learn(passed, as_passed, samples, len(args))
         sizes, dims = even_micro_batch_sizes(samples, ranks), self._dims[passed]
         call = self._rows_first(tree_map_only(torch.Tensor, _entering, as_passed), dims)
         own_args, own_kwargs = self._arguments(self._splitter.split(call, sizes)[rank], len(args), dims)
@@ -130,14 +130,22 @@ class ForwardOfRank(SlicedForward):
         share = _Share(sizes, rank, self.around)
         if self.around.reduction is not None:
             self.around.reduction.is_done = False
-        rule = self._rules[passed]
+        rule, factors = self._rules[passed][0], []
         for index, place in enumerate(self._layouts[spec]):
             leaf = leaves[index]
             if place is not None:
                 leaves[index] = share.gathered(leaf, place)
             elif rule is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                factors = rule.python_numbers(leaf)
                 leaves[index] = _loss_of_ranks(leaf, rule, self.around)
-        return tree_unflatten(leaves, spec)
+        _expect_same_numbers([*numbers_among(leaves), *factors], self.module)
+        output = tree_unflatten(leaves, spec)
+        self._expect_numbers(output, factors, passed, as_passed, samples, len(args))
+        return output
+
+    def _learn(self, *batch: Any) -> None:
+        with _evaluating_batch_norms(self.module):
+            super()._learn(*batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +256,25 @@ def _loss_of_ranks(loss: torch.Tensor, rule: LossRule, around: ShareOfRank) -> t
     given = [torch.as_tensor(each, dtype=own.dtype, device=own.device) for each in rule.divisors(loss)]
     whole: torch.Tensor = _LossOfRanks.apply(own, torch.stack(given) if given else own.new_empty(0), around)
     return whole.to(loss.dtype)
+
+
+def _expect_same_numbers(numbers: Sequence[float], module: nn.Module) -> None:
+    """Check that what multiplies every rank's loss, or is returned beside it, is the same on all.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not numbers or is_ghost_loaded():
+        return
+    device = next((each.device for each in module.parameters()), torch.device("cpu"))
+    extremes = torch.tensor([numbers, [-each for each in numbers]], dtype=torch.float64, device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    for most, least in zip(*extremes.tolist(), strict=True):
+        if most != -least:
+            raise UsageError(
+                "sharding: the model returns a number, or multiplies or divides its loss by one, that it "
+                f"computes from the samples: from {-least} to {most} for each rank's. {IN_LOOP}"
+            )
 
 
 def _expect_no_second_derivative() -> None:

@@ -57,7 +57,7 @@ def learn_outputs(
     inputs: Sequence[torch.Tensor],
     passed: Sequence[Any],
     layouts: OutputLayouts,
-) -> LossRule | None:
+) -> tuple[LossRule | None, list[float]]:
     """Learn what a model returns, and check that it does not combine samples.
 
     Args:
@@ -68,7 +68,8 @@ def learn_outputs(
         layouts: completed.
 
     Returns:
-        How the loss of a batch is made of those of slices; None if the model returns no loss.
+        How the loss of a batch is made of those of slices, None if the model returns no loss; and the numbers
+        that must be the same for every slice: those that it returns, and those that multiply its loss.
 
     Raises:
         UsageError: the batches of this model cannot be divided.
@@ -89,9 +90,18 @@ def learn_outputs(
         rule = _rule(outputs, layouts, [*aliases.values(), *inputs] if aliases else [], passed)
         if not is_ghost_loaded():
             _expect_equal_values(outputs, layouts, rule, kind, lower)
-        del outputs
+        leaves = outputs[0][0]
+        numbers = numbers_among(leaves)
+        if rule is not None and (place := place_of_loss(leaves)) is not None:
+            numbers += rule.python_numbers(leaves[place])
+        del outputs, leaves
     effects.expect_nothing_kept()
-    return rule
+    return rule, numbers
+
+
+def numbers_among(leaves: Sequence[Any]) -> list[float]:
+    """Return the numbers that a model returns beside tensors."""
+    return [each for each in leaves if isinstance(each, int | float)]
 
 
 _Flat = tuple[list[Any], TreeSpec]

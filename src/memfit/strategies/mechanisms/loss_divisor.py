@@ -217,8 +217,8 @@ class SumOfSlices:
         self._sum: torch.Tensor | None = None
         self._dtype = torch.float32
         self._divisors: list[list[Number]] = []
-        self._python_numbers: list[float] = []
-        """Of the first slice. Two samples may have had equal ones by chance."""
+        self.python_numbers: list[float] = []
+        """Those that multiply or divide the first slice's loss."""
         self.divisor: Number | None = None
         """By what the sum of all slices is divided; None for a sum."""
 
@@ -227,8 +227,8 @@ class SumOfSlices:
         divisors, self._dtype = self._rule.divisors(loss), loss.dtype
         numbers = self._rule.python_numbers(loss)
         if self._sum is None:
-            self._python_numbers = numbers
-        elif numbers != self._python_numbers:
+            self.python_numbers = numbers
+        elif numbers != self.python_numbers:
             raise UsageError(
                 "batch_slices: the model returns its loss, and multiplies or divides it by a Python number "
                 f"that it computes from the samples. {IN_LOOP}"

@@ -49,6 +49,8 @@ class LossOfSlices:
     inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     divisor: Number | None = None
     """By what the sum of all slices is divided; None for a sum."""
+    python_numbers: Sequence[float] = ()
+    """Those that multiply or divide it, too."""
 
     def output(self) -> Any:
         """Return what the model returns for the batch: with the loss's gradient, and no other's."""
@@ -91,7 +93,7 @@ class LossOfSlices:
                 with autocast_to(own.device.type, None):  # as any backward
                     backward(own)
             del own
-        self.divisor = slices.divisor
+        self.divisor, self.python_numbers = slices.divisor, slices.python_numbers
         return slices.loss()
 
     def differentiate(

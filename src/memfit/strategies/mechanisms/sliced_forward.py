@@ -9,9 +9,10 @@ The loop sees one call of the model and one backward pass. Gradients are the sum
 same terms, added in another order. A dropped slice is a checkpointed call of the whole model.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,7 +27,11 @@ from memfit.strategies.mechanisms.forward_side_effects import (
     expect_no_forward_hooks,
     package_of_hook,
 )
-from memfit.strategies.mechanisms.independent_samples import expect_independent_layers, learn_outputs
+from memfit.strategies.mechanisms.independent_samples import (
+    expect_independent_layers,
+    learn_outputs,
+    numbers_among,
+)
 from memfit.strategies.mechanisms.inspect_tensors import tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
 from memfit.strategies.mechanisms.loss_divisor import LossRule
@@ -53,8 +58,8 @@ class SlicedForward(WrappedForward):
         self._again = CheckpointedForward(module, _AGAIN, inner)
         self._splitter = BatchSplitter(advice=ADVICE)
         self._layouts = OutputLayouts(alternate=around.dim > 0)
-        self._rules: dict[Any, LossRule | None] = {}
-        """How the model's loss is divided, by the kind of call; None if it returns none."""
+        self._rules: dict[Any, tuple[LossRule | None, list[float]]] = {}
+        """What has been learned, by the kind of call: see ``learn_outputs``."""
         self._dims: dict[Any, Mapping[Any, int]] = {}
         """By the same: arguments whose samples lie along another dimension, such as a recurrent state."""
 
@@ -80,7 +85,7 @@ class SlicedForward(WrappedForward):
         passed = self._kind_of(as_passed)
         if passed not in self._rules:
             self._learn(passed, as_passed, samples, len(args))
-        rule, dims = self._rules[passed], self._dims[passed]
+        (rule, _), dims = self._rules[passed], self._dims[passed]
         call = self._rows_first(as_passed, dims)
         if rule is not None:
             if is_sharded(self.module):
@@ -91,7 +96,10 @@ class SlicedForward(WrappedForward):
             call, inputs = _with_leaves(call)
             parts = self._splitter.split(call, sizes)
             calls = [self._call(part, len(args), dims) for part in parts]
-            return LossOfSlices(self.module, calls, sizes, self._layouts, rule, inputs).output()
+            work = LossOfSlices(self.module, calls, sizes, self._layouts, rule, inputs)
+            output = work.output()
+            self._expect_numbers(output, work.python_numbers, passed, as_passed, samples, len(args))
+            return output
         outputs, forward = JoinedOutputs(self._layouts, samples), self._on_slice
         chain = ChainedAliases(self.module) if can_be_replaced(self.module) else None
         for number, part in enumerate(self._splitter.split(call, sizes)):
@@ -102,7 +110,32 @@ class SlicedForward(WrappedForward):
                 own(*own_args, **own_kwargs) if is_kept else self._again.run_again(own, own_args, own_kwargs),
                 sizes[number],
             )
-        return outputs.whole()
+        output = outputs.whole()
+        self._expect_numbers(output, (), passed, as_passed, samples, len(args))
+        return output
+
+    def _expect_numbers(self, output: Any, factors: Sequence[float], passed: Any, *batch: Any) -> None:
+        """Check that numbers of a slice are those of two samples of its batch, not counts of its own.
+
+        Args:
+            output: of a batch in slices.
+            factors: the Python numbers that multiply or divide the loss of every slice.
+            passed: the kind of call.
+            batch: what ``_learn`` takes.
+
+        Raises:
+            UsageError: the model computes them from the samples.
+        """
+        found = [*numbers_among(tree_leaves(output)), *factors]
+        if found != self._rules[passed][1]:  # a schedule's, perhaps
+            self._learn(passed, *batch)
+        for own, learned in zip_longest(found, self._rules[passed][1]):
+            if own != learned:
+                raise UsageError(
+                    "batch_slices: the model returns a number, or multiplies or divides its loss by one, "
+                    f"that it computes from the samples: {own} for a slice, {learned} for two samples. "
+                    f"Return a tensor with a row for each sample, or compute it in the loop. {ADVICE}"
+                )
 
     def _expect_own_parameters(self) -> None:
         """Refuse other parameters for one call: a slice that runs again would have the module's own.
@@ -147,7 +180,7 @@ class SlicedForward(WrappedForward):
 
     def _rule(
         self, call: dict[Any, Any], samples: int, positional: int, dims: Mapping[Any, int]
-    ) -> LossRule | None:
+    ) -> tuple[LossRule | None, list[float]]:
         """Learn what the model returns from two samples of the batch."""
         call, inputs = _with_leaves(self._rows_first(call, dims))
         one, two, *_ = self._splitter.split(call, [1] * samples)

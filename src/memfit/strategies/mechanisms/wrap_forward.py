@@ -106,3 +106,20 @@ def forward_wrappers(module: nn.Module) -> Iterator[WrappedForward]:
     while isinstance(forward, WrappedForward):
         yield forward
         forward = forward.inner
+
+
+def remove_wrappers(model: nn.Module) -> Callable[[], None]:
+    """Remove all wrappers in a model, such as those that a copy has; return what puts them back."""
+    removed: list[tuple[nn.Module, WrappedForward]] = []
+    for module in model.modules():
+        *_, innermost = (None, *forward_wrappers(module))
+        if innermost is not None:
+            removed.append((module, module.__dict__.pop("forward")))
+            if innermost.inner is not None:
+                module.__dict__["forward"] = innermost.inner
+
+    def put_back() -> None:
+        for module, forward in removed:
+            module.__dict__["forward"] = forward
+
+    return put_back
