@@ -3,10 +3,8 @@
 import copy
 import io
 import pickle
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -296,42 +294,6 @@ def test_a_python_number_that_the_model_computes_from_samples_is_refused(sums, s
         model(torch.zeros(6, 4))
     with pytest.raises(UsageError, match=says):
         model(torch.tensor(sums)[:, None].expand(6, 4).float().contiguous())
-
-
-@pytest.mark.parametrize("lower", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_loss", [False, True])
-def test_looking_again_whether_samples_meet_changes_nothing(is_loss, lower, monkeypatch):
-    """With random numbers of all generators, buffers, accumulated gradients and autocast."""
-
-    def forward(s, x):
-        shift = random.random() + float(np.random.rand()) + torch.rand((), generator=s.generator)  # noqa: NPY002, S311
-        out = F.dropout(s.rest(s.logits(x + shift + torch.rand(()))), 0.3)
-        return out.square().mean() if is_loss else out
-
-    def steps():
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)  # noqa: NPY002
-        model = Of(forward, rest=nn.BatchNorm1d(4).eval())
-        model.generator = torch.Generator()
-        BatchSlices(3).apply(model)
-        optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.01), []
-        for step in range(12):
-            with torch.autocast("cpu", lower or torch.bfloat16, enabled=lower is not None):
-                out = model(torch.randn(7, 4, WIDTH))
-            loss = out if is_loss else out.square().mean()
-            loss.backward()
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
-        drawn = random.random(), np.random.rand(), torch.rand(2).tolist()  # noqa: NPY002, S311
-        own = torch.rand(2, generator=model.generator).tolist()
-        return losses, drawn, own, [each.tolist() for each in model.state_dict().values()]
-
-    ours = steps()
-    monkeypatch.setattr("memfit.strategies.mechanisms.sliced_forward.is_checked_again", lambda _: False)
-    assert ours == steps()
 
 
 def test_a_model_that_differentiates_in_its_forward(monkeypatch):
