@@ -120,10 +120,9 @@ def test_a_zip_with_a_main_runs_as_with_python(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_refusal_under_a_plan_is_said_in_place_of_a_traceback(capsys, planned):
-    try:
-        raise UsageError("batch_slices: no.")
-    except UsageError as error:
-        print_exception_as_python_does(error, "", planned=planned)
+    with pytest.raises(UsageError) as raised:
+        check_script_path(Path("none.py"))
+    print_exception_as_python_does(raised.value, "", planned=planned)
     said = capsys.readouterr().err
     assert ("Traceback" in said) is not planned
     assert ("memfit: NOT APPLIED at test_check_script.py:" in said) is planned
