@@ -234,18 +234,20 @@ SECOND = (
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        ("Linear(4, 4))", "BatchNorm1d(4))", "0 is a BatchNorm1d in"),
-        ("print(", HOOK, "0 has a forward hook, <lambda> at "),
-        (".sum().backward()", SECOND, "a second derivative"),
+        ("Linear(4, 4))", "BatchNorm1d(4))", "batch_slices: 0 is a BatchNorm1d in"),
+        ("print(", "model.compile(backend='eager'); print(", "batch_slices: the script compiles the model"),
+        ("model(", "torch.jit.script(model)(", "torch.jit.script of a Sequential, whose forward"),
+        ("print(", HOOK, "batch_slices: 0 has a forward hook, <lambda> at "),
+        (".sum().backward()", SECOND, "batch_slices: a second derivative"),
     ],
-    ids=["batch norm", "hook", "backward"],
+    ids=["batch norm", "compile", "script", "hook", "backward"],
 )
 def test_what_the_first_batch_shows_stops_the_script_and_says_where(train, plan_file, before, after, says):
     plan, script = plan_file({"batch_slices": {"count": 2}}), STEPS.replace(before, after, 1)
     assert script != STEPS
     trained = train(script, plan)
     assert (trained.code, trained.out) == (3, "trains\n"), trained.err
-    assert f"NOT APPLIED at script.py:6: batch_slices: {says}" in trained.err
+    assert f"NOT APPLIED at script.py:6: {says}" in trained.err
     assert "memfit: stopped before the first step." in trained.err
     assert "Traceback" not in trained.err
     far = train(script, plan, as_far=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -71,6 +72,7 @@ class SlicedForward(WrappedForward):
         forward = self.__wrapped__
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        expect_not_compiled()
         as_passed: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         call = self._rows_first(as_passed)
         samples = self._samples(call)
@@ -238,6 +240,24 @@ class SlicedForward(WrappedForward):
             )
 
         return {name: exchange(name, argument) for name, argument in call.items()}
+
+
+def expect_not_compiled() -> None:
+    """Refuse to be compiled: a compiler would trace memfit, and what it learns of the model.
+
+    Raises:
+        UsageError: the caller is.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        _refuse_compiler()
+
+
+@_disable_dynamo
+def _refuse_compiler() -> None:
+    raise UsageError(
+        "batch_slices: the script compiles the model whose batches are divided. Compile the model, or "
+        f"parts of it, before the optimizer is created (before memfit.apply). {ADVICE}"
+    )
 
 
 @contextmanager

@@ -13,7 +13,13 @@ from typing import Any
 
 from torch import nn
 
+from memfit.errors import UsageError
+
 Forward = Callable[..., Any]
+
+
+class NotScriptableError(UsageError, AttributeError):
+    """What a wrapper does cannot be scripted; other readers of ``__globals__`` find that there are none."""
 
 
 class WrappedForward:
@@ -48,6 +54,15 @@ class WrappedForward:
         if self.inner is not None:
             return self.inner
         return partial(type(self.module).forward, self.module)  # which every version of torch.compile traces
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """Refuse ``torch.jit.script``, which reads it to script the forward without the wrapper."""
+        raise NotScriptableError(
+            f"torch.jit.script of a {type(self.module).__name__}, whose forward memfit has wrapped to carry "
+            "out the plan: TorchScript would call the forward alone. Leave out torch.jit.script, or what the "
+            "plan does in forwards (slices, mixed precision, checkpointing, offload, sharding)."
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``around`` with the original forward."""
