@@ -273,6 +273,7 @@ class _PlanInjector:
             self._apply(model, line)
         if self._sharder is not None:
             entries = self._sharder.of_shards(entries)
+            self._sharder.put_shards_in_containers()
         original(optimizer, entries, *args, **kwargs)
         if self._state is not None:
             self._state.created(optimizer, models)

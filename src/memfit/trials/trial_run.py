@@ -22,6 +22,7 @@ _INJECTOR = "memfit.injection.inject_plan"
 _NOTHING = Change()
 _OURS = "memfit.errors."
 """What the names of memfit's exceptions begin with."""
+NO_MODEL = "could not be applied to any model whose parameters an optimizer takes"
 _REPORT, _OPERATIONS = "report.json", "operations.json"
 
 
@@ -179,7 +180,7 @@ class Injection:
             return report.refusals[0][0]
         if fields and not report.models:  # updates by hand, a plan of its own
             named = " with ".join(fields)
-            return f"{named} could not be applied to any model whose parameters an optimizer takes"
+            return f"{named} {NO_MODEL}"
         for _, why in report.why_uncalled():
             return why
         missing = self._change.own_sharding.keys() - {each.call for each in report.sharding_calls}

@@ -10,6 +10,7 @@ same terms, added in another order. A dropped slice is a checkpointed call of th
 """
 
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ from memfit.strategies.mechanisms.independent_samples import (
     learn_outputs,
     numbers_among,
 )
-from memfit.strategies.mechanisms.inspect_tensors import tensors_in_object
+from memfit.strategies.mechanisms.inspect_tensors import tensor_version, tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
 from memfit.strategies.mechanisms.loss_divisor import LossRule
 from memfit.strategies.mechanisms.loss_of_slices import LossOfSlices
@@ -123,6 +124,8 @@ class SlicedForward(WrappedForward):
             )
         output = outputs.whole()
         self._expect_numbers(output, (), passed, as_passed, samples, len(args))
+        if self.around.kept < len(sizes):
+            _expect_same_arguments(output, as_passed)
         return output
 
     def _expect_numbers(self, output: Any, factors: Sequence[float], passed: Any, *batch: Any) -> None:
@@ -292,6 +295,31 @@ class SlicedForward(WrappedForward):
             )
 
         return {name: exchange(name, argument) for name, argument in call.items()}
+
+
+def _expect_same_arguments(outputs: Any, call: Mapping[Any, Any]) -> None:
+    """Have a backward of the outputs refuse arguments that were written to since: slices run again with them.
+
+    Autograd's own check does not say which tensor it is.
+    """
+    passed = [
+        (name, weakref.ref(each), tensor_version(each))
+        for name, argument in call.items()
+        for each in tensors_in_object(argument)
+    ]
+
+    def check(_: Any) -> None:
+        for name, tensor, version in passed:
+            if (each := tensor()) is not None and tensor_version(each) != version:
+                raise UsageError(
+                    f"batch_slices: after the model's forward, and before its backward, the script changes "
+                    f"argument {name!r} of the model in place ({' x '.join(map(str, each.shape))}, "
+                    f"{each.dtype}), and slices run again with it. Pass the model a copy. {ADVICE}"
+                )
+
+    for each in tree_leaves(outputs):
+        if isinstance(each, torch.Tensor) and each.grad_fn is not None:
+            each.grad_fn.register_prehook(check)
 
 
 def expect_not_compiled() -> None:
