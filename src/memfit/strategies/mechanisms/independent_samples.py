@@ -25,6 +25,7 @@ from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast
 from memfit.strategies.mechanisms.inspect_tensors import leaves_beside, tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import OutputLayouts, SamplesInOutput
 from memfit.strategies.mechanisms.loss_divisor import LossRule
+from memfit.strategies.mechanisms.numbers_of_forward import numbers_of_forward
 from memfit.strategies.mechanisms.slice_parameters import (
     can_be_replaced,
     leaf_aliases,
@@ -80,23 +81,24 @@ def learn_outputs(
     generators = (torch.default_generator, *own)
     with autocast_to(kind, lower := autocast_dtype(kind), cache=False), parameters_replaced(module, aliases):
         with effects, nullcontext() if is_ghost_loaded() else ConstantDraws(own):
-            outputs = []
+            outputs, numbers = [], []
             for call in calls:
-                with DrawnRandomNumbers.start(generators).replay():
+                with DrawnRandomNumbers.start(generators).replay(), numbers_of_forward() as computed:
                     seed_shuffles()
                     outputs.append(_flat_output(call))
                 effects.called()
+                numbers += [computed.found] if computed else []
         effects.expect_none()
-        rule = _rule(outputs, layouts, [*aliases.values(), *inputs] if aliases else [], passed)
+        rule = _rule(outputs, layouts, [*aliases.values(), *inputs] if aliases else [], passed, numbers)
         if not is_ghost_loaded():
             _expect_equal_values(outputs, layouts, rule, kind, lower)
         leaves = outputs[0][0]
-        numbers = numbers_among(leaves)
+        same = numbers_among(leaves)
         if rule is not None and (place := place_of_loss(leaves)) is not None:
-            numbers += rule.python_numbers(leaves[place])
-        del outputs, leaves
+            same += rule.python_numbers(leaves[place])
+        del outputs, leaves, numbers, computed
     effects.expect_nothing_kept()
-    return rule, numbers
+    return rule, same
 
 
 def numbers_among(leaves: Sequence[Any]) -> list[float]:
@@ -109,7 +111,11 @@ _Flat = tuple[list[Any], TreeSpec]
 
 
 def _rule(
-    outputs: Sequence[_Flat], layouts: OutputLayouts, leaves: list[torch.Tensor], passed: Sequence[Any]
+    outputs: Sequence[_Flat],
+    layouts: OutputLayouts,
+    leaves: list[torch.Tensor],
+    passed: Sequence[Any],
+    numbers_of_calls: Sequence[Any],
 ) -> LossRule | None:
     """Return how losses are divided, and add to the layouts where the samples of outputs are."""
     (pair, spec), *single = outputs
@@ -154,7 +160,7 @@ def _rule(
                 f"gradient ({tuple(leaf.shape)}) and is neither a parameter nor an argument of the "
                 f"model. Register it as a parameter. {ADVICE}"
             )
-        rule = LossRule(losses[0], losses[1:], passed)
+        rule = LossRule(losses[0], losses[1:], passed, numbers_of_calls)
     layouts[spec] = tuple(
         layouts.place(one, two, 1, 2) if isinstance(one, torch.Tensor) and index != place else None
         for index, (one, two) in enumerate(zip(single[0][0], pair, strict=True))

@@ -21,7 +21,8 @@ from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
 from memfit.strategies.mechanisms.independent_samples import keeping_shapes_alone, place_of_loss
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
-from memfit.strategies.mechanisms.loss_divisor import LossRule, Number, SumOfSlices
+from memfit.strategies.mechanisms.loss_divisor import LossRule, SumOfSlices
+from memfit.strategies.mechanisms.numbers_of_forward import Number, numbers_of_forward
 from memfit.strategies.mechanisms.slice_parameters import leaf_aliases, parameters_replaced
 
 Call = Callable[[], Any]
@@ -76,14 +77,20 @@ class LossOfSlices:
         slices = SumOfSlices(self.rule)
         for call, samples in zip(self.calls, self.sizes, strict=True):
             with torch.enable_grad():
-                with nullcontext() if backward else keeping_shapes_alone():
+                with (
+                    nullcontext() if backward else keeping_shapes_alone(),
+                    numbers_of_forward(wanted=self.rule.needs_numbers) as numbers,
+                ):
                     leaves, spec = tree_flatten(call())
                 place = place_of_loss(leaves)
                 if place is None:
                     raise UsageError(
                         "batch_slices: the model returns a loss for some slices of a batch only."
                     )
-                own, leaves[place] = slices.add(leaves[place]), _LOSS
+                own, leaves[place] = (
+                    slices.add(leaves[place], self.rule.counts(numbers.found if numbers else ())),
+                    _LOSS,
+                )
             if outputs is not None:
                 kept = [each.detach() if isinstance(each, torch.Tensor) else each for each in leaves]
                 outputs.add(tree_unflatten(kept, spec), samples)
@@ -93,8 +100,9 @@ class LossOfSlices:
                 with autocast_to(own.device.type, None):  # as any backward
                     backward(own)
             del own
+        loss = slices.loss()
         self.divisor, self.python_numbers = slices.divisor, slices.python_numbers
-        return slices.loss()
+        return loss
 
     def differentiate(
         self, outputs: JoinedOutputs | None, upstream: torch.Tensor | None = None
