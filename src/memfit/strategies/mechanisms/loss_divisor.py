@@ -305,7 +305,7 @@ class SumOfSlices:
             # Without targets that count, a mean is 0 / 0.
             first = divisors[0]
             own = _or_zero(own * first, first)
-            self._rows.append([first, *counts])
+            self._rows += [[first, *counts]] if counts else []
             self.divisor = first if self.divisor is None else self.divisor + first
         if divisors[1:]:
             self._divisors.append(divisors)
