@@ -112,7 +112,7 @@ def test_dropout_draws_slice_by_slice_and_the_same_again_in_the_backward(kind, o
 
 @pytest.mark.parametrize("kind", ["outputs", "loss", "loss in float16"])
 def test_a_slice_runs_again_with_the_attributes_of_its_forward(kind):
-    """A task, a mask and a mode that the loop sets between two forwards, and a count of its own."""
+    """A task, a mask, a mode and frozen layers that the loop sets between two forwards, and a count."""
 
     def forward(s, x):
         out = F.dropout(s.logits(x), 0.5, s.training)[..., s.task] * s.mask
@@ -128,6 +128,8 @@ def test_a_slice_runs_again_with_the_attributes_of_its_forward(kind):
         model.count, losses = 0, []
         for task in range(2):
             model.task, model.mask, model.count = task, torch.full((4,), task + 1.0), model.count + 1
+            model.up.requires_grad_(task == 1)
+            model.head.requires_grad_(task == 0)
             with torch.autocast("cpu", torch.float16, enabled=low):
                 losses.append(model.eval()(torch.randn(7, 4, WIDTH)).square().sum())
         model.train()

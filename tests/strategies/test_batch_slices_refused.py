@@ -351,6 +351,16 @@ def test_a_number_that_the_loop_changes_multiplies_the_loss_and_is_returned():
     assert found == pytest.approx([found[0]] * 3)
 
 
+def test_an_argument_that_is_written_to_before_the_backward_is_named():
+    model, x = Of(lambda s, x, *, shift: s.logits(x + shift)), torch.randn(4, 4, WIDTH)
+    BatchSlices(2).apply(model)
+    shift = torch.ones(4, 1, 1)
+    loss = model(x, shift=shift).sum()
+    shift.copy_(torch.zeros(4, 1, 1))
+    with pytest.raises(UsageError, match="changes argument 'shift' of the model in place"):
+        loss.backward()
+
+
 def test_a_call_with_other_parameters_is_refused():
     model = Of(Of.logits)
     BatchSlices(2).apply(model)

@@ -27,7 +27,7 @@ from memfit.strategies.mechanisms.independent_samples import numbers_among
 from memfit.strategies.mechanisms.join_outputs import SamplesInOutput
 from memfit.strategies.mechanisms.loss_divisor import IN_LOOP, LossRule, SumOfSlices
 from memfit.strategies.mechanisms.numbers_of_forward import Number, numbers_of_forward
-from memfit.strategies.mechanisms.sliced_forward import SlicedForward
+from memfit.strategies.mechanisms.sliced_forward import SlicedForward, expect_not_compiled
 from memfit.strategies.mechanisms.split_batch import even_micro_batch_sizes
 
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -101,6 +101,7 @@ class ForwardOfRank(SlicedForward):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         try:
+            expect_not_compiled()
             return self._share(forward, args, kwargs)
         except UsageError as error:  # of the mechanism that batch slices use as well
             why = str(error).replace("batch_slices", "sharding").replace("slice", "share")

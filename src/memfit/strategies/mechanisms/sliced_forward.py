@@ -9,6 +9,7 @@ The loop sees one call of the model and one backward pass. Gradients are the sum
 same terms, added in another order. A dropped slice is a checkpointed call of the whole model.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -31,7 +33,7 @@ from memfit.strategies.mechanisms.independent_samples import (
     learn_outputs,
     numbers_among,
 )
-from memfit.strategies.mechanisms.inspect_tensors import tensors_in_object
+from memfit.strategies.mechanisms.inspect_tensors import tensor_version, tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
 from memfit.strategies.mechanisms.loss_divisor import LossRule
 from memfit.strategies.mechanisms.loss_of_slices import LossOfSlices
@@ -71,6 +73,7 @@ class SlicedForward(WrappedForward):
         forward = self.__wrapped__
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        expect_not_compiled()
         as_passed: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         call = self._rows_first(as_passed)
         samples = self._samples(call)
@@ -110,6 +113,8 @@ class SlicedForward(WrappedForward):
             )
         output = outputs.whole()
         self._expect_numbers(output, (), passed, as_passed, samples, len(args))
+        if self.around.kept < len(sizes):
+            _expect_same_arguments(output, as_passed)
         return output
 
     def _expect_numbers(self, output: Any, factors: Sequence[float], passed: Any, *batch: Any) -> None:
@@ -238,6 +243,49 @@ class SlicedForward(WrappedForward):
             )
 
         return {name: exchange(name, argument) for name, argument in call.items()}
+
+
+def _expect_same_arguments(outputs: Any, call: Mapping[Any, Any]) -> None:
+    """Have a backward of the outputs refuse arguments that were written to since: slices run again with them.
+
+    Autograd's own check does not say which tensor it is.
+    """
+    passed = [
+        (name, weakref.ref(each), tensor_version(each))
+        for name, argument in call.items()
+        for each in tensors_in_object(argument)
+    ]
+
+    def check(_: Any) -> None:
+        for name, tensor, version in passed:
+            if (each := tensor()) is not None and tensor_version(each) != version:
+                raise UsageError(
+                    f"batch_slices: after the model's forward, and before its backward, the script changes "
+                    f"argument {name!r} of the model in place ({' x '.join(map(str, each.shape))}, "
+                    f"{each.dtype}), and slices run again with it. Pass the model a copy. {ADVICE}"
+                )
+
+    for each in tree_leaves(outputs):
+        if isinstance(each, torch.Tensor) and each.grad_fn is not None:
+            each.grad_fn.register_prehook(check)
+
+
+def expect_not_compiled() -> None:
+    """Refuse to be compiled: a compiler would trace memfit, and what it learns of the model.
+
+    Raises:
+        UsageError: the caller is.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        _refuse_compiler()
+
+
+@_disable_dynamo
+def _refuse_compiler() -> None:
+    raise UsageError(
+        "batch_slices: the script compiles the model whose batches are divided. Compile the model, or "
+        f"parts of it, before the optimizer is created (before memfit.apply). {ADVICE}"
+    )
 
 
 @contextmanager
