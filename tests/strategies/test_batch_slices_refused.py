@@ -213,9 +213,13 @@ REFUSED = {
         Case(lambda s, x, y: (s.logits(x), int(y.sum())), with_counts, lambda out: out[0].sum()),
         "returns a number that depends on the samples: 2 for two, 0 for one",
     ),
-    "a loss that is divided by such a number": (
-        Case(lambda s, x, y: s.logits(x).square().sum() / max(int(y.sum()), 1), with_counts, same),
-        "by a Python number that it computes from the samples",
+    "a loss that such a number multiplies": (
+        Case(lambda s, x, y: s.logits(x).square().sum() * max(int(y.sum()), 1), with_counts, same),
+        "it computes from the samples: 2.0 for a slice, 1.0 for two samples",
+    ),
+    "a loss that is divided by a root of such a number": (
+        Case(lambda s, x, y: s.logits(x).square().sum() / max(int(y.sum()), 1) ** 0.5, with_counts, same),
+        "cannot see what the number is for the batch",
     ),
     "a parameter": (
         Case(lambda s, x: (s.logits(x), s.position), loss=lambda out: out[0].sum() + out[1].square().sum()),

@@ -27,6 +27,7 @@ from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast
 from memfit.strategies.mechanisms.inspect_tensors import leaves_beside, tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import OutputLayouts, SamplesInOutput
 from memfit.strategies.mechanisms.loss_divisor import LossRule
+from memfit.strategies.mechanisms.numbers_of_forward import numbers_of_forward
 from memfit.strategies.mechanisms.slice_parameters import (
     can_be_replaced,
     leaf_aliases,
@@ -98,23 +99,26 @@ def learn_outputs(
     generators = (torch.default_generator, *draws.own)
     with autocast_to(kind, lower := autocast_dtype(kind), cache=False), parameters_replaced(module, aliases):
         with effects, nullcontext() if is_ghost_loaded() else draws:
-            outputs = []
+            outputs, numbers = [], []
             for call, _ in calls:
-                with DrawnRandomNumbers.start(generators).replay():
+                with DrawnRandomNumbers.start(generators).replay(), numbers_of_forward() as computed:
                     seed_shuffles()
                     outputs.append(_flat_output(call, draws.own))
                 effects.called()
+                numbers += [computed.found] if computed else []
         effects.expect_none()
-        rule = _rule(outputs, layouts, [*aliases.values(), *inputs] if aliases else [], passed, half, known)
+        leaves = [*aliases.values(), *inputs] if aliases else []
+        rule = _rule(outputs, leaves, passed, numbers, known)
+        _place(outputs, layouts, half)
         if not is_ghost_loaded():
-            _expect_equal_values(outputs, layouts, rule, kind, lower, half)
+            _expect_equal_values(outputs, layouts, rule, kind, lower, half, numbers[1:])
         leaves = outputs[0][0]
-        numbers = numbers_among(leaves)
+        same = numbers_among(leaves)
         if rule is not None and (place := place_of_loss(leaves)) is not None:
-            numbers += rule.python_numbers(leaves[place])
-        del outputs, leaves
+            same += rule.python_numbers(leaves[place])
+        del outputs, leaves, numbers, computed
     effects.expect_nothing_kept()
-    return rule, numbers
+    return rule, same
 
 
 def numbers_among(leaves: Sequence[Any]) -> list[float]:
@@ -128,13 +132,12 @@ _Flat = tuple[list[Any], TreeSpec]
 
 def _rule(
     outputs: Sequence[_Flat],
-    layouts: OutputLayouts,
     leaves: list[torch.Tensor],
     passed: Sequence[Any],
-    half: int,
+    numbers_of_calls: Sequence[Any],
     known: LossRule | None,
 ) -> LossRule | None:
-    """Return how losses are divided, and add to the layouts where the samples of outputs are."""
+    """Return how losses are divided."""
     (pair, spec), *single = outputs
     if any(other != spec for _, other in single):
         raise UsageError(
@@ -177,7 +180,14 @@ def _rule(
                 f"gradient ({tuple(leaf.shape)}) and is neither a parameter nor an argument of the "
                 f"model. Register it as a parameter. {ADVICE}"
             )
-        rule = known or LossRule(losses[0], losses[1:], passed)
+        rule = known or LossRule(losses[0], losses[1:], passed, numbers_of_calls)
+    return rule
+
+
+def _place(outputs: Sequence[_Flat], layouts: OutputLayouts, half: int) -> None:
+    """Add to the layouts where the samples of outputs are."""
+    (pair, spec), *single = outputs
+    place = place_of_loss(pair)
     found = tuple(
         layouts.place(one, two, half, 2 * half) if isinstance(one, torch.Tensor) and index != place else None
         for index, (one, two) in enumerate(zip(single[0][0], pair, strict=True))
@@ -185,7 +195,6 @@ def _rule(
     before = layouts.get(spec, found)  # by values, which may not tell this time
     is_same = [each and each.dim for each in before] == [each and each.dim for each in found]
     layouts[spec] = before if is_same else found
-    return rule
 
 
 class ModelFailsError(UsageError):
@@ -253,7 +262,13 @@ def _shape_alone(saved: torch.Tensor) -> torch.Tensor:
 
 
 def _expect_equal_values(
-    outputs: Sequence[_Flat], layouts: OutputLayouts, rule: LossRule | None, kind: str, lower: Any, half: int
+    outputs: Sequence[_Flat],
+    layouts: OutputLayouts,
+    rule: LossRule | None,
+    kind: str,
+    lower: Any,
+    half: int,
+    numbers: Sequence[Any],
 ) -> None:
     tolerance = _LOW_TOLERANCE if lower is not None else _TOLERANCE if kind == "cpu" else _GPU_TOLERANCE
     (pair, spec), *single = outputs
@@ -270,7 +285,7 @@ def _expect_equal_values(
             if off > low and _difference(other.pairs(whole, parts, half)) <= low:
                 known[index], off = other, 0.0
         elif rule is not None and whole.requires_grad and not whole.dim():
-            off = _difference([(rule.joined(parts), whole)])
+            off = _difference([(rule.joined(parts, numbers), whole)])
         else:
             continue
         if off > low:

@@ -20,7 +20,8 @@ from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker, own_gen
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
 from memfit.strategies.mechanisms.independent_samples import place_of_loss, without_saving
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
-from memfit.strategies.mechanisms.loss_divisor import LossRule, Number, SumOfSlices
+from memfit.strategies.mechanisms.loss_divisor import LossRule, SumOfSlices
+from memfit.strategies.mechanisms.numbers_of_forward import Number, numbers_of_forward
 from memfit.strategies.mechanisms.slice_parameters import leaf_aliases, parameters_replaced
 
 Call = Callable[[], Any]
@@ -75,7 +76,8 @@ class LossOfSlices:
         slices = SumOfSlices(self.rule)
         for call, samples in zip(self.calls, self.sizes, strict=True):
             with torch.enable_grad():
-                whole = call() if backward else without_saving(call, own_generators(self.module))
+                with numbers_of_forward(wanted=self.rule.needs_numbers) as numbers:
+                    whole = call() if backward else without_saving(call, own_generators(self.module))
                 leaves, spec = tree_flatten(whole)
                 del whole
                 place = place_of_loss(leaves)
@@ -83,7 +85,10 @@ class LossOfSlices:
                     raise UsageError(
                         "batch_slices: the model returns a loss for some slices of a batch only."
                     )
-                own, leaves[place] = slices.add(leaves[place]), _LOSS
+                own, leaves[place] = (
+                    slices.add(leaves[place], self.rule.counts(numbers.found if numbers else ())),
+                    _LOSS,
+                )
             if outputs is not None:
                 kept = [each.detach() if isinstance(each, torch.Tensor) else each for each in leaves]
                 outputs.add(tree_unflatten(kept, spec), samples)
@@ -93,8 +98,9 @@ class LossOfSlices:
                 with autocast_to(own.device.type, None):  # as any backward
                     backward(own)
             del own
+        loss = slices.loss()
         self.divisor, self.python_numbers = slices.divisor, slices.python_numbers
-        return slices.loss()
+        return loss
 
     def differentiate(
         self, outputs: JoinedOutputs | None, upstream: torch.Tensor | None = None
