@@ -259,7 +259,7 @@ class LossRule:
         return found
 
     def joined(self, losses: Sequence[torch.Tensor], numbers: Sequence[Sequence[Number]]) -> torch.Tensor:
-        """Return the loss of a batch, of those of its slices, with their graphs and numbers of their forwards."""
+        """Return the loss of a batch, of those of its slices, with their graphs and numbers."""
         slices = SumOfSlices(self)
         for each, of_forward in zip(losses, numbers, strict=True):
             slices.add(each, self.counts(of_forward))
