@@ -215,7 +215,7 @@ REFUSED = {
     ),
     "a loss that such a number multiplies": (
         Case(lambda s, x, y: s.logits(x).square().sum() * max(int(y.sum()), 1), with_counts, same),
-        "it computes from the samples: 2.0 for a slice, 1.0 for two samples",
+        "multiplies or divides it by a Python number that it computes from the samples",
     ),
     "a loss that is divided by a root of such a number": (
         Case(lambda s, x, y: s.logits(x).square().sum() / max(int(y.sum()), 1) ** 0.5, with_counts, same),
