@@ -167,3 +167,19 @@ def test_a_row_may_be_a_file_of_settings_for_which_a_dry_run_has_the_same(tmp_pa
     assert under.code == 0, under.err
     assert under.answer["peak"]["allocated"] == row.peak.allocated.most
     assert row.plan == ("memfit.BatchSlices(count=4)",)
+
+
+def test_a_script_without_an_optimizer_runs_once_more_and_has_one_reason(tmp_path):
+    script, ran = tmp_path / "train.py", []
+    script.write_text(
+        "import torch\nmodel = torch.nn.Linear(4, 4).cuda()\n"
+        "for _ in range(3):\n    model(torch.ones(2, 4, device='cuda')).sum().backward()\n"
+    )
+    with warm_process.scripts():
+        runs = memfit.compare(
+            script, rows=["offload", "slices"], on_progress=lambda now: ran.append(now.trying)
+        ).runs
+    assert {run.reason for run in runs[1:]} == {
+        "memfit applies strategies to models whose parameters an optimizer takes, and finds none"
+    }
+    assert len(set(ran) - {""}) <= 3, set(ran)  # two run side by side

@@ -220,13 +220,17 @@ class DrawnRandomNumbers:
             if not _same_generator_state(state, _state_of(generator))
         ]
 
+    def rewind(self) -> None:
+        """Set the generators back to where they were before the forward."""
+        set_generator_states([each for each, _ in self.before], [state for _, state in self.before])
+
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Draw the same numbers inside the context; restore the generators after it."""
-        generators, states = [each for each, _ in self.before], [state for _, state in self.before]
+        generators = [each for each, _ in self.before]
         now = generator_states(generators)
         try:
-            set_generator_states(generators, states)
+            self.rewind()
             yield
         finally:
             set_generator_states(generators, now)

@@ -9,6 +9,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 
 GENERATED = re.compile(
@@ -73,6 +74,13 @@ def user_line_with_package_line(lines: Iterable[tuple[str, int]]) -> str:
     """
     user, installed = _innermost(lines)
     return f"{user}, in {_below_package_root(installed)}" if user and installed else user or installed
+
+
+def line_of_error(error: BaseException) -> str:
+    """Return the innermost line of the user's code that an error has passed, without folders, or nothing."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    user, _, _ = user_line_with_package_line(reversed(lines)).partition(", in ")
+    return innermost_line_of_place(user)
 
 
 def innermost_line_of_place(place: str) -> str:

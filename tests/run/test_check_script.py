@@ -11,7 +11,11 @@ import pytest
 
 import memfit
 from memfit.errors import MemfitError, TargetError, UsageError
-from memfit.run.run_script_as_python import check_script_path, run_script_as_main
+from memfit.run.run_script_as_python import (
+    check_script_path,
+    print_exception_as_python_does,
+    run_script_as_main,
+)
 
 LATIN = "# café\n".encode("latin-1")
 
@@ -112,3 +116,13 @@ def test_a_zip_with_a_main_runs_as_with_python(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [])
     run_script_as_main((str(path), "--big"), module=False)
     assert builtins.ran == ["__main__", str(path), "--big"]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_refusal_under_a_plan_is_said_in_place_of_a_traceback(capsys, planned):
+    with pytest.raises(UsageError) as raised:
+        check_script_path(Path("none.py"))
+    print_exception_as_python_does(raised.value, "", planned=planned)
+    said = capsys.readouterr().err
+    assert ("Traceback" in said) is not planned
+    assert ("memfit: NOT APPLIED at test_check_script.py:" in said) is planned

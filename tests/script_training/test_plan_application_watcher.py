@@ -91,6 +91,57 @@ def test_a_script_that_catches_a_refusal_has_not_trained(train, plan_file):
     assert "NOT APPLIED: no optimizer has made a step" in trained.err
 
 
+CATCHES = """
+    import torch
+    from torch import nn
+    models = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), LAST)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in models]
+    print("trains")
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers):
+            try:
+                model(torch.ones(2, 4)).sum().backward()
+            except ERROR:
+                continue
+            optimizer.step()
+            print("stepped")
+"""
+
+
+@pytest.mark.parametrize("as_far", [False, True])
+@pytest.mark.parametrize(
+    ("last", "error", "before", "says"),
+    [
+        ("nn.Softmax(0)", "ValueError", 1, "stopped during training at script.py:10: batch_slices: the mod"),
+        (
+            "nn.BatchNorm1d(4)",
+            "KeyError",
+            0,
+            "NOT APPLIED to Sequential (optimizer: script.py:5): batch_slices: 1 is",
+        ),
+    ],
+    ids=["caught", "seen before the first step"],
+)
+def test_no_step_follows_a_refusal(train, plan_file, last, error, before, says, as_far):
+    script = CATCHES.replace("LAST", last).replace("ERROR", error)
+    trained = train(script, plan_file({"batch_slices": {"count": 2}}), as_far=as_far)
+    if not as_far:
+        assert (trained.code, trained.out) == (3, "trains\n" + "stepped\n" * before), trained.err
+        assert f"memfit: {says}" in trained.err
+    elif error == "ValueError":
+        assert (trained.code, trained.out) == (0, "trains\n" + "stepped\n" * 3), trained.err
+        assert "trained without a part of" in trained.err.splitlines()[-1]
+
+
+def test_a_copy_of_a_model_gets_the_plan_when_an_optimizer_takes_it(train, plan_file):
+    script = textwrap.dedent(STEPS)
+    script += "import copy; model = copy.deepcopy(model)\n" + "\n".join(script.splitlines()[3:])
+    trained = train(script, plan_file({"batch_slices": {"count": 2}, "precision": {}}))
+    assert (trained.code, trained.out) == (0, "trains\nstepped\n" * 2), trained.err
+    assert trained.err.count("memfit: applied to Sequential") == 2
+    assert "NOT APPLIED" not in trained.err
+
+
 def test_a_script_trains_as_far_as_it_goes_and_the_last_line_says_what_was_left_out(train, plan_file):
     plan = plan_file(SUITS, **IN_LOOP)
     trained = train(STEPS, plan, as_far=True)
@@ -183,18 +234,20 @@ SECOND = (
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        ("Linear(4, 4))", "BatchNorm1d(4))", "0 is a BatchNorm1d in"),
-        ("print(", HOOK, "0 has a forward hook, <lambda> at "),
-        (".sum().backward()", SECOND, "a second derivative"),
+        ("Linear(4, 4))", "BatchNorm1d(4))", "batch_slices: 0 is a BatchNorm1d in"),
+        ("print(", "model.compile(backend='eager'); print(", "batch_slices: the script compiles the model"),
+        ("model(", "torch.jit.script(model)(", "torch.jit.script of a Sequential, whose forward"),
+        ("print(", HOOK, "batch_slices: 0 has a forward hook, <lambda> at "),
+        (".sum().backward()", SECOND, "batch_slices: a second derivative"),
     ],
-    ids=["batch norm", "hook", "backward"],
+    ids=["batch norm", "compile", "script", "hook", "backward"],
 )
 def test_what_the_first_batch_shows_stops_the_script_and_says_where(train, plan_file, before, after, says):
     plan, script = plan_file({"batch_slices": {"count": 2}}), STEPS.replace(before, after, 1)
     assert script != STEPS
     trained = train(script, plan)
     assert (trained.code, trained.out) == (3, "trains\n"), trained.err
-    assert f"NOT APPLIED at script.py:6: batch_slices: {says}" in trained.err
+    assert f"NOT APPLIED at script.py:6: {says}" in trained.err
     assert "memfit: stopped before the first step." in trained.err
     assert "Traceback" not in trained.err
     far = train(script, plan, as_far=True)
@@ -202,11 +255,22 @@ def test_what_the_first_batch_shows_stops_the_script_and_says_where(train, plan_
     assert "Traceback" in far.err
 
 
-def test_what_a_later_step_does_stops_the_script_and_says_where(train, plan_file):
-    script = textwrap.dedent(STEPS) + f"model(torch.ones(2, 4)){SECOND}\n"
+@pytest.mark.parametrize(
+    ("later", "says"),
+    [
+        (f"model(torch.ones(2, 4)){SECOND}", "a second derivative"),
+        (
+            "model[0].forward = lambda x: x - x.mean(0); model(torch.randn(2, 4))",
+            "the model combines samples",
+        ),
+    ],
+    ids=["second derivative", "samples meet"],
+)
+def test_what_a_later_step_does_stops_the_script_and_says_where(train, plan_file, later, says):
+    script = f"{textwrap.dedent(STEPS)}{later}\n"
     trained = train(script, plan_file({"batch_slices": {"count": 2}}))
     assert (trained.code, trained.out) == (3, "trains\nstepped\n"), trained.err
-    assert "memfit: stopped during training at script.py:9: batch_slices: a second derivative" in trained.err
+    assert f"memfit: stopped during training at script.py:9: batch_slices: {says}" in trained.err
     assert "Traceback" not in trained.err
 
 

@@ -111,15 +111,16 @@ CLIPPED_BY_HAND = """
     from torch import nn
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to("cuda")
+    kept, named = [*model.parameters()], [*model.named_parameters()]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     x = torch.randn(8, 4)
     for _ in range(3):
         optimizer.zero_grad()
         model(x).square().sum().backward()
         by_hand = sum(each.grad.norm().item() ** 2 for each in model.parameters()) ** 0.5
-        for each in model.parameters():
+        for each in kept:
             each.grad.mul_(0.5 / by_hand)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        norm = nn.utils.clip_grad_norm_([each for _, each in named], 10.0)
         optimizer.step()
         largest = max(float(each.detach().abs().max()) for each in model.parameters())
         rows = [len(each.detach().numpy()) for each in model.parameters()]

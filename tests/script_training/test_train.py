@@ -195,6 +195,7 @@ def test_fp16_leaves_out_the_first_update_of_a_closure_or_refuses_it(train, plan
         """
     trained = train(script, plan_file({"precision": {"dtype": "fp16"}}))
     assert (trained.code, trained.out) == (code, "True\n" * 4 * (not code)), trained.err
+    assert "recomputed 0 of" not in trained.err
     refused = "NOT APPLIED at script.py:11: precision: torch's LBFGS evaluates the model several times"
     assert (refused in trained.err) == bool(code)
 

@@ -20,6 +20,7 @@ from support.slice_cases import (
     attention,
     by_token,
     cached,
+    counted,
     entropy,
     expect_equal,
     frozen,
@@ -181,6 +182,17 @@ CASES = {
     "mean of no elements in the first slices": Case(mean_of_counted, with_no_labels_first, same),
     "mean of no elements": Case(mean_of_counted, with_no_labels, same),
     "divided by a number": Case(lambda s, x, y: by_token(s, x, y).sum() / 1000, with_labels, same),
+    **{
+        f"masked mean, {limit}, {labelled.__name__}": Case(counted(divisor), labelled, same)
+        for labelled in (with_few_labels, with_no_labels_first, with_no_labels)
+        for limit, divisor in {
+            "at least one target": lambda n: n.clamp(min=1),
+            "at least one target, in Python": lambda n: max(int(n), 1),
+            "at least two and a half": lambda n: torch.maximum(n, torch.full_like(n, 2.5)),
+            "a little more than the targets": lambda n: n + 0.01,
+        }.items()
+        if labelled is not with_no_labels_first or "one" in limit  # others are refused: two samples show none
+    },
     "divided by the samples": Case(lambda s, x, y: by_token(s, x, y).sum() / len(x), with_labels, same),
     "divided by what is passed": Case(
         lambda s, x, y, count: entropy(reduction="sum")(s, x, y) / count,

@@ -112,7 +112,7 @@ def test_dropout_draws_slice_by_slice_and_the_same_again_in_the_backward(kind, o
 
 @pytest.mark.parametrize("kind", ["outputs", "loss", "loss in float16"])
 def test_a_slice_runs_again_with_the_attributes_of_its_forward(kind):
-    """A task, a mask and a mode that the loop sets between two forwards, and a count of its own."""
+    """A task, a mask, a mode and frozen layers that the loop sets between two forwards, and a count."""
 
     def forward(s, x):
         out = F.dropout(s.logits(x), 0.5, s.training)[..., s.task] * s.mask
@@ -128,6 +128,8 @@ def test_a_slice_runs_again_with_the_attributes_of_its_forward(kind):
         model.count, losses = 0, []
         for task in range(2):
             model.task, model.mask, model.count = task, torch.full((4,), task + 1.0), model.count + 1
+            model.up.requires_grad_(task == 1)
+            model.head.requires_grad_(task == 0)
             with torch.autocast("cpu", torch.float16, enabled=low):
                 losses.append(model.eval()(torch.randn(7, 4, WIDTH)).square().sum())
         model.train()
@@ -276,10 +278,28 @@ def test_a_loss_times_a_python_number_is_divided_under_a_dispatch_mode():
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_a_python_number_that_the_model_computes_from_samples_is_refused():
-    """Two samples have equal ones by chance."""
-    x = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])[:, None].expand(6, 4)
-    model = _Scaled(lambda rows: max(1, int(rows[:, 0].sum())))
-    BatchSlices(3).apply(model)
-    with pytest.raises(UsageError, match="a Python number that it computes from the samples"):
-        model(x.contiguous())
+@pytest.mark.parametrize("sums", [[0, 1, 1, 1, 1, 1], [0, 0, 2, 1, 1, 0]], ids=["other", "equal"])
+def test_a_python_number_that_the_model_computes_from_samples_is_refused(sums):
+    """In the calls that are looked at more closely, all samples have equal ones by chance."""
+    model = _Scaled(lambda rows: max(1, int(rows[:, 0].sum())) ** 2)
+    BatchSlices(2).apply(model)
+    for _ in range(4):
+        model(torch.zeros(6, 4))
+    with pytest.raises(UsageError, match="cannot see what the number is for the batch"):
+        model(torch.tensor(sums)[:, None].expand(6, 4).float().contiguous())
+
+
+def test_a_model_that_differentiates_in_its_forward(monkeypatch):
+    """Memory that nothing was written to holds NaN here, as it may anywhere."""
+
+    def forward(s, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(s.logits(x).square().sum(), x, create_graph=True)[0]
+
+    monkeypatch.setattr("torch.utils.deterministic.fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        case = Case(forward, samples=8)
+        expect_equal(trained(case, BatchSlices(2), torch.float64), trained(case, None, torch.float64), 1e-12)
+    finally:
+        torch.use_deterministic_algorithms(False)

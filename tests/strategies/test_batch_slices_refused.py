@@ -69,7 +69,7 @@ REFUSED = {
     ),
     "divided by its deviation, which one sample lacks": (
         Case(lambda s, x: s.logits(x) / (s.logits(x).var(0, correction=0) / (len(x) - 1)).sqrt()),
-        "for each alone, in where it is finite",
+        "for each alone, in which numbers are infinite or NaN",
     ),
     "less its mean, some infinite": (
         Case(
@@ -178,7 +178,7 @@ REFUSED = {
     ),
     "a list of features": (
         Case(lambda s, x: s.logits(s.kept.__setitem__(0, x * s.position) or s.kept[0]), prepare=keeping),
-        "keeps a result of MulBackward0 (1 x 4 x 6 for one sample)",
+        "keeps a result of MulBackward0 (1 x 4 x 6)",
     ),
     "a list of features beside the loss": (
         Case(
@@ -211,11 +211,15 @@ REFUSED = {
     ),
     "a number of what the first two samples lack": (
         Case(lambda s, x, y: (s.logits(x), int(y.sum())), with_counts, lambda out: out[0].sum()),
-        "it computes from the samples: 2 for a slice, 0 for two samples",
+        "returns a number that depends on the samples: 2 for two, 0 for one",
     ),
-    "a loss that is divided by such a number": (
-        Case(lambda s, x, y: s.logits(x).square().sum() / max(int(y.sum()), 1), with_counts, same),
-        "it computes from the samples: 2.0 for a slice, 1.0 for two samples",
+    "a loss that such a number multiplies": (
+        Case(lambda s, x, y: s.logits(x).square().sum() * max(int(y.sum()), 1), with_counts, same),
+        "multiplies or divides it by a Python number that it computes from the samples",
+    ),
+    "a loss that is divided by a root of such a number": (
+        Case(lambda s, x, y: s.logits(x).square().sum() / max(int(y.sum()), 1) ** 0.5, with_counts, same),
+        "cannot see what the number is for the batch",
     ),
     "a parameter": (
         Case(lambda s, x: (s.logits(x), s.position), loss=lambda out: out[0].sum() + out[1].square().sum()),
@@ -232,7 +236,7 @@ REFUSED = {
         ),
         "pad_packed_sequence has total_length for that",
     ),
-    "a fixed batch": (Case(lambda s, x: s.logits(x).view(7, 20)), "fails for one or two samples"),
+    "a fixed batch": (Case(lambda s, x: s.logits(x).view(7, 20)), "fails for a part of the batch"),
     "an object": (
         Case(lambda s, x: SimpleNamespace(logits=s.logits(x)), loss=lambda out: out.logits.mean()),
         "returns an object of type SimpleNamespace",
@@ -345,6 +349,16 @@ def test_a_number_that_the_loop_changes_multiplies_the_loss_and_is_returned():
         loss, beta = model(x)
         found.append(loss.item() / beta)
     assert found == pytest.approx([found[0]] * 3)
+
+
+def test_an_argument_that_is_written_to_before_the_backward_is_named():
+    model, x = Of(lambda s, x, *, shift: s.logits(x + shift)), torch.randn(4, 4, WIDTH)
+    BatchSlices(2).apply(model)
+    shift = torch.ones(4, 1, 1)
+    loss = model(x, shift=shift).sum()
+    shift.copy_(torch.zeros(4, 1, 1))
+    with pytest.raises(UsageError, match="changes argument 'shift' of the model in place"):
+        loss.backward()
 
 
 def test_a_call_with_other_parameters_is_refused():

@@ -6,7 +6,7 @@ CASES = "support.forward_of_rank_cases"
 def test_losses_and_gradients_are_those_of_one_process(two_ranks):
     """Of pairs of samples, too; with uneven shares, and a batch of fewer samples than ranks."""
     for found in two_ranks.run("compared", module=CASES):
-        assert len(found) == 24
+        assert len(found) == 30
         assert max(found.values()) <= 1e-13, found
 
 

@@ -37,6 +37,11 @@ def mean_of_few(logits, targets):
     return logits[targets == FEW].square().mean()
 
 
+def clamped(logits, targets):
+    few = targets == FEW
+    return (logits.square().mean(-1) * few).sum() / few.sum().clamp(min=1)
+
+
 def summed(logits, targets):
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
@@ -46,7 +51,7 @@ def two_means(logits, targets):
 
 
 def of_few(logits, targets):
-    return logits.square().sum() / max(int((targets == FEW).sum()), 1)
+    return logits.square().sum() * (1 + int((targets == FEW).sum()))
 
 
 def between_samples(model, text, targets):
@@ -66,6 +71,7 @@ JOBS = {
     "outputs": (None, between_samples),
     "mean": (mean_of_counted, inside),
     "mean of none on a rank": (mean_of_few, inside),
+    "divided by one at least": (clamped, inside),
     "sum": (summed, inside),
 }
 

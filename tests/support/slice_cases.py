@@ -103,6 +103,13 @@ def masked_mean(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (self.logits(x).square().mean(-1) * mask).sum() / mask.sum()
 
 
+def counted(divisor: Callable[[torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
+    """Return a loss that is divided by what is made of the number of targets."""
+    return lambda self, x, y: (
+        (self.logits(x).square().mean(-1) * (y != -100)).sum() / divisor((y != -100).to(x.dtype).sum())
+    )
+
+
 def mean_of_counted(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return self.logits(x)[y != -100].square().mean()
 

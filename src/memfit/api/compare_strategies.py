@@ -41,6 +41,11 @@ from memfit.strategies.read_plan_or_settings import read_plan_or_settings
 from memfit.strategies.settings_files import SUFFIXES
 from memfit.trials.rank_runs import RankRun, RankRuns, UnfinishedRankError
 from memfit.trials.runs_side_by_side import ProgressOfFirst, RunsAhead
+from memfit.trials.trial_run import NO_MODEL
+
+_NO_OPTIMIZER = ScriptEnd(
+    "refused", 0, "memfit applies strategies to models whose parameters an optimizer takes, and finds none"
+)
 
 
 def compare(  # noqa: PLR0913 - one parameter an option
@@ -129,6 +134,8 @@ def compare(  # noqa: PLR0913 - one parameter an option
                     pair = adapted[index : index + 2]
                     ahead.make([each for each in pair if not refusal_of_strategies(each[0], refused)])
                 end = refusal_of_strategies(one, refused) or ahead.run(one, what)
+                if isinstance(end, ScriptEnd) and plain.step is None and end.exception.endswith(NO_MODEL):
+                    end = refused[Change()] = _NO_OPTIMIZER  # nor can any other
                 runs.append(compared_run_from_failure(one, end) if isinstance(end, ScriptEnd) else end)
                 if isinstance(end, ScriptEnd) and end.reason == "refused":
                     refused[one.change] = end

@@ -233,7 +233,11 @@ class _PlanInjector:
             )
 
     def install(self, hooks: InstalledHooks) -> None:
-        """Hook the creation of optimizers, and ``memfit.apply``."""
+        """Hook the creation of optimizers and their steps, and ``memfit.apply``."""
+        from memfit.injection.checks_before_steps import ChecksBeforeSteps
+
+        sliced = () if self._plan.batch_slices is None else self._planned
+        ChecksBeforeSteps(lambda *why: self._file.update(caught=why), self._refuse, sliced).install(hooks)
         self._counter.install(hooks)
         hooks.wrap(_OPTIMIZER, "__init__", self._optimized)
         hooks.wrap(_APPLY, "apply_to_model", self._applied)
@@ -269,18 +273,21 @@ class _PlanInjector:
             self._apply(model, line)
         if self._sharder is not None:
             entries = self._sharder.of_shards(entries)
+            self._sharder.put_shards_in_containers()
         original(optimizer, entries, *args, **kwargs)
         if self._state is not None:
             self._state.created(optimizer, models)
 
     def _apply(self, model: Any, optimized_at: str) -> None:
         """Apply the plan; if no model gets it, the run is like the first."""
-        from memfit.strategies.apply import apply
+        from memfit.strategies.apply import apply, remove_copied_plan
         from memfit.strategies.mechanisms.wrap_forward import forward_wrappers
         from memfit.strategies.sharding import module_inside_ddp
 
         if any(reference() in set(model.modules()) for reference, _ in self._planned):
             return  # it has another optimizer, too
+        if self._planned and not any("(plan: " in name for _, name in self._planned):
+            remove_copied_plan(model)
         self._applying = True
         # Before fully_shard changes the class.
         name = f"{self._names.full_name(model)} (optimizer: {optimized_at})"

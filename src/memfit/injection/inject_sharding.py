@@ -180,6 +180,26 @@ class ShardingInjector:
 
         return [shard_of(entry) for entry in parameters]
 
+    def put_shards_in_containers(self) -> None:
+        """Put shards in place of the parameters that lists and dicts of the script keep, or tuples in them.
+
+        They exist from before the optimizer, for clipping or weight decay, and would miss all gradients.
+        """
+        kept = tuple(self._shards.items())
+        shards = {id(parameter): shard for parameter, shard in kept}
+
+        def of(value: Any) -> Any:
+            if type(value) is tuple and any(id(each) in shards for each in value):
+                return tuple(map(of, value))
+            return shards.get(id(value), value)
+
+        for each in gc.get_objects() if kept else ():
+            is_dict = issubclass(type(each), dict)  # whose own items() may load something
+            if is_dict or issubclass(type(each), list):
+                for place, value in [*(dict.items(each) if is_dict else enumerate(list.__iter__(each)))]:
+                    if (new := of(value)) is not value:
+                        each[place] = new
+
     def _own_sharding(self, model: nn.Module) -> Sharding | None:
         """Return how the script shards a model, if memfit can shard its optimizer nevertheless."""
         name = class_name(model.module if isinstance(model, DistributedDataParallel) else model)

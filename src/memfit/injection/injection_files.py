@@ -42,6 +42,8 @@ class InjectionReport(msgspec.Struct, frozen=True):
     """The models with the plan: the class of each, and its optimizer's line."""
     refusals: tuple[tuple[str, str], ...] = ()
     """Why the plan was not applied to a model, and which, as in ``models``; empty if it is of no model."""
+    caught: tuple[str, ...] = ()
+    """A refusal of what the script does that the script has caught, and its line; empty if there is none."""
     uncalled: tuple[str, ...] = ()
     """Classes of models whose layers the script has called, but never the model, where the plan acts."""
     shares: tuple[int, ...] = ()
@@ -71,7 +73,7 @@ class InjectionReport(msgspec.Struct, frozen=True):
     @property
     def is_unfit(self) -> bool:
         """Whether the script has done what the change does not permit, whatever it does afterwards."""
-        return bool(self.cannot_accumulate) or self.unfit_optimizer not in ("", NEVER_CALLED)
+        return bool(self.cannot_accumulate or self.caught) or self.unfit_optimizer not in ("", NEVER_CALLED)
 
 
 def injection_report_writer(path: Path) -> Callable[[InjectionReport], None]:

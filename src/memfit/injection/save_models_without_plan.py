@@ -4,7 +4,7 @@ A pickled model has its ``__dict__``, and a plan's forward in it: the file would
 installed, and ``torch.load`` would refuse it with ``weights_only``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,23 +20,13 @@ def save_models_without_plan() -> None:
 
 
 def _save(original: Callable[..., Any], saved: Any, *args: Any, **kwargs: Any) -> Any:
-    from memfit.strategies.mechanisms.wrap_forward import forward_wrappers
-
-    with ExitStack() as afterwards:
-        for module in _modules(saved):
-            *_, innermost = (None, *forward_wrappers(module))
-            if innermost is not None:
-                attributes, planned = module.__dict__, module.__dict__.pop("forward")
-                if innermost.inner is not None:
-                    attributes["forward"] = innermost.inner
-                afterwards.callback(attributes.__setitem__, "forward", planned)
-        return original(saved, *args, **kwargs)
-
-
-def _modules(saved: Any) -> Iterator[Any]:
-    """Yield the modules in what is saved: a model, or containers of models."""
     from torch import nn
     from torch.utils._pytree import tree_leaves
 
-    seen = (each for each in tree_leaves(saved) if isinstance(each, nn.Module))
-    yield from {part: None for module in seen for part in module.modules()}
+    from memfit.strategies.mechanisms.wrap_forward import remove_wrappers
+
+    with ExitStack() as afterwards:  # what is saved: a model, or containers of models
+        for model in tree_leaves(saved):
+            if isinstance(model, nn.Module):
+                afterwards.callback(remove_wrappers(model))
+        return original(saved, *args, **kwargs)

@@ -14,9 +14,8 @@ from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_leaves
 
 from memfit.random_state import seed_generators
+from memfit.strategies.mechanisms.independent_samples import is_checked_again
 
-_FIRST, _EVERY = 3, 100
-"""Comparisons of one kind that are made, and which of those after them."""
 _CLOSE = 1e-2
 """How far two ranks' numbers may be apart, relative to their norm: GPUs may round differently."""
 
@@ -43,7 +42,7 @@ class WhatRanksShare:
             value: of this rank; what it has beside tensors is not compared.
         """
         number = self._asked[name] = self._asked.get(name, 0) + 1
-        if number > _FIRST and number % _EVERY:
+        if not is_checked_again(number):
             return ""
         prefix = f"memfit/{name}/{number}"
         self._store.set(f"{prefix}/{self._rank}", json.dumps(_fingerprint(value)))

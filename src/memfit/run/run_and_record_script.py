@@ -280,7 +280,7 @@ class ScriptProcess:
         self._last_error = error  # its frames keep the script's objects alive for the recorder
         end = classify_script_end(error)
         if end.reason in ("end", "exception") and not printed:
-            print_exception_as_python_does(error, __file__)
+            print_exception_as_python_does(error, __file__, planned=bool(self._settings.options.preload))
         if (end.reason == "exception" or end.gave_up) and (hint := self._backend.hint()):
             print(f"memfit: {hint}", file=sys.stderr)
         return end

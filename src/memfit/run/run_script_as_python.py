@@ -18,6 +18,7 @@ from pathlib import Path
 
 from memfit.errors import TargetError, UsageError
 from memfit.input_files import check_ordinary_file_or_folder, read_input_file
+from memfit.user_lines import line_of_error
 
 _MAX_BYTES = 1 << 26
 _PYTHON = re.compile(r"python[0-9.]*")
@@ -64,13 +65,17 @@ def _run_file(target: str) -> None:
     exec(code, main_module.__dict__)  # noqa: S102 - running the user's script is the point
 
 
-def print_exception_as_python_does(error: BaseException, caller: str) -> None:
+def print_exception_as_python_does(error: BaseException, caller: str, *, planned: bool = False) -> None:
     """Print what Python would print for a script that raised, with a traceback that begins in the script.
 
     Args:
         error: what it raised.
         caller: the file of memfit's that ran the script.
+        planned: whether it ran under a plan, which may not suit it: a refusal has no traceback.
     """
+    if planned and isinstance(error, UsageError):
+        print(f"memfit: NOT APPLIED at {line_of_error(error)}: {error}", file=sys.stderr)
+        return
     if isinstance(error, SystemExit):
         if error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)

@@ -15,7 +15,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from traceback import walk_tb
 from typing import Any, NoReturn
 
 from memfit.errors import TargetError, UsageError
@@ -26,7 +25,7 @@ from memfit.records.command_as_typed import command_as_typed
 from memfit.records.own_sharding import call_options_in_words
 from memfit.report.escape_control_characters import escaped
 from memfit.trials.trial_run import recomputed_saved_ops_in_words
-from memfit.user_lines import innermost_line_of_place, user_line_with_package_line
+from memfit.user_lines import line_of_error
 
 CONF = "PYTORCH_ALLOC_CONF"
 FLAG = "--as-far-as-it-goes"
@@ -112,7 +111,9 @@ class PlanApplicationWatcher:
                 self._miss(f"NOT APPLIED to {model}: it was made for {', '.join(self._plan.models)}")
         for note in report.notes:
             self._say(note)
-        if report.operations is not None:
+        if report.operations is not None and (
+            report.operations.recomputed or "checkpointing" in self.carried_out.plan
+        ):
             planned = self._plan.operations
             same = planned is not None and report.operations.recomputes_as(planned)
             self._say(f"recomputed {report.operations}{', as planned' * same}")
@@ -123,6 +124,11 @@ class PlanApplicationWatcher:
             )
         if report.again:
             self._say(f"NOT AS PLANNED: {recomputed_saved_ops_in_words(report.again)}")
+        self._say_refusals(report)
+
+    def _say_refusals(self, report: InjectionReport) -> None:
+        if report.caught:
+            self._refused(*report.caught, goes_on=self._as_far)
         for why, model in report.refusals:
             if not model or self._plan.made_for(model):
                 self._miss(f"NOT APPLIED{f' to {model}' if model else ''}: {why}")
@@ -172,15 +178,14 @@ class PlanApplicationWatcher:
         Raises:
             SystemExit: always, but where it may train without a part of the plan, and has not begun to.
         """
-        lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-        user, _, _ = user_line_with_package_line(reversed(lines)).partition(", in ")
-        line = innermost_line_of_place(user)
+        self._refused(str(error), line_of_error(error))
+
+    def _refused(self, why: str, line: str, *, goes_on: bool = False) -> None:
         at = f" at {line}" if line else ""
-        if self._has_stepped:
-            said = any(str(error) in each for each in self._said)
-            why = "" if said else f": {str(error).removesuffix('.')}"
-            self._stop(f"during training{at}{why}")
-        self._miss(f"NOT APPLIED{at}: {error}")
+        if self._has_stepped and not goes_on:
+            reason = "" if any(why in each for each in self._said) else f": {why.removesuffix('.')}"
+            self._stop(f"during training{at}{reason}")
+        self._miss(f"NOT APPLIED{at}: {why}")
 
     def end(self) -> bool:
         """Say what was not applied in the end, and return whether the script may end well."""

@@ -33,7 +33,7 @@ from memfit.strategies.mechanisms.step_in_backward import (
     StepInBackward,
     raise_loop_unsuitable_error,
 )
-from memfit.strategies.mechanisms.wrap_forward import forward_wrappers
+from memfit.strategies.mechanisms.wrap_forward import forward_wrappers, remove_wrappers
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan, sharding_conflict
 from memfit.strategies.read_configuration import Configuration
@@ -250,6 +250,12 @@ def revert(model: nn.Module) -> nn.Module:
     else:
         _expect_unwrapped(model, "be reverted")
     return model
+
+
+def remove_copied_plan(model: nn.Module) -> None:
+    """Remove the wrappers that a copy of a model has from the original's plan."""
+    if model not in _APPLIED:
+        remove_wrappers(model)
 
 
 def _expect_unwrapped(model: nn.Module, action: str) -> None:

@@ -25,8 +25,9 @@ class BatchSlices:
     """Settings of batch slices.
 
     Gradients equal those of the whole batch up to the order of sums, for any loss, if the model computes each
-    sample by itself: two samples of the first batch run together and each alone before, and a model that
-    combines them is refused. Random numbers are drawn slice by slice: others than for the whole batch.
+    sample by itself: in the first calls and each hundredth, some samples run together and in two halves
+    before, and a model that combines them is refused. Random numbers are drawn slice by slice: others than
+    for the whole batch.
 
     Raises:
         UsageError: a number is out of range.

@@ -22,6 +22,7 @@ _INJECTOR = "memfit.injection.inject_plan"
 _NOTHING = Change()
 _OURS = "memfit.errors."
 """What the names of memfit's exceptions begin with."""
+NO_MODEL = "could not be applied to any model whose parameters an optimizer takes"
 _REPORT, _OPERATIONS = "report.json", "operations.json"
 
 
@@ -173,13 +174,13 @@ class Injection:
         report, fields = self.report(), sorted(self._change.strategies)
         if report.cannot_accumulate:
             return f"the script cannot accumulate gradients over micro-batches: {report.cannot_accumulate}"
-        if report.unfit_optimizer:
-            return report.unfit_optimizer
+        if report.caught or report.unfit_optimizer:
+            return (*report.caught, report.unfit_optimizer)[0]
         if report.refusals and (not report.models or "sharding" in fields):
             return report.refusals[0][0]
         if fields and not report.models:  # updates by hand, a plan of its own
             named = " with ".join(fields)
-            return f"{named} could not be applied to any model whose parameters an optimizer takes"
+            return f"{named} {NO_MODEL}"
         for _, why in report.why_uncalled():
             return why
         missing = self._change.own_sharding.keys() - {each.call for each in report.sharding_calls}

@@ -88,6 +88,7 @@ class BufferTracker:
         if _layers_and_parameters(snapshot.parts) != snapshot.layers_and_parameters:
             # It has made layers: with the attributes from before it would make others.
             snapshot.attributes, _ = _attributes(snapshot.parts)
+            snapshot.layers_and_parameters = _layers_and_parameters(snapshot.parts)
         known = self._changed.setdefault(snapshot.kind, set())
         if snapshot.first:
             known |= {
@@ -127,7 +128,8 @@ class _BufferSnapshot:
     attributes: list[tuple[tuple[str, ...], dict[str, Any]]]
     """The names of each part's, and the plain ones."""
     generators: list[Any]
-    layers_and_parameters: int
+    layers_and_parameters: list[tuple[int, dict[str, bool]]]
+    """How many layers each part has, and which of its parameters were trained."""
 
     def replaced(self, slot: Slot) -> bool:
         """Return whether a buffer is another tensor now, or was written to."""
@@ -149,7 +151,7 @@ class _BufferSnapshot:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Give the modules the copied buffers and their former modes and plain attributes.
+        """Give the modules the copied buffers, their former modes and plain attributes; freeze as before.
 
         Other tensors take the buffers' places, and the buffers themselves are left alone: whatever autograd
         saved of them elsewhere stays valid, and an exception that ends the recomputation early does no harm.
@@ -174,8 +176,15 @@ class _BufferSnapshot:
     def _attributes_restored(self) -> Iterator[None]:
         modes = [part.training for part in self.parts]
         now = [dict(vars(part)) for part in self.parts]
+        toggled = [
+            each
+            for part, (_, trained) in zip(self.parts, self.layers_and_parameters, strict=True)
+            for name, each in part._parameters.items()
+            if each is not None and trained.get(name, each.requires_grad) != each.requires_grad
+        ]
         try:
             self._set_modes(self.kind)
+            _toggle(toggled)
             for part, (names, plain) in zip(self.parts, self.attributes, strict=True):
                 own = vars(part)
                 own.update(plain)
@@ -189,6 +198,7 @@ class _BufferSnapshot:
                 own.update(before)
                 for name in own.keys() - before.keys() if len(own) > len(before) else ():
                     del own[name]
+            _toggle(toggled)
             self._set_modes(modes)
 
     def _set_modes(self, training: Sequence[bool]) -> None:
@@ -241,7 +251,16 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, Enum)
 
 
-def _layers_and_parameters(parts: Sequence[nn.Module]) -> int:
-    return sum(
-        len(part._modules) + sum(each is not None for each in part._parameters.values()) for part in parts
-    )
+def _layers_and_parameters(parts: Sequence[nn.Module]) -> list[tuple[int, dict[str, bool]]]:
+    return [
+        (
+            len(part._modules),
+            {name: each.requires_grad for name, each in part._parameters.items() if each is not None},
+        )
+        for part in parts
+    ]
+
+
+def _toggle(parameters: Iterable[nn.Parameter]) -> None:
+    for each in {id(each): each for each in parameters}.values():
+        each.requires_grad_(not each.requires_grad)

@@ -1,7 +1,8 @@
 """Constants in place of random numbers: what a model returns for two batches can then be compared.
 
-torch.rand, torch.randn, bernoulli_ ...   0.5
-torch.randint, torch.randperm ...         0
+torch.rand, torch.randn, bernoulli_ ...   0.5, or what is passed
+torch.randint                             as far from its smallest value to its largest
+torch.randperm, torch.multinomial ...     0
 the order of such numbers (torch.sort)    0, as of torch.randperm
 dropout in a kernel, as of attention      nothing is dropped
 Python's and NumPy's                      those after a seed with which shuffles exchange two samples
@@ -25,15 +26,19 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         own: the generators, besides the global ones, that operations may draw from.
+        share: from 0 to 1: the constant.
 
     >>> with ConstantDraws():
     ...     torch.randn(3).tolist(), torch.randperm(3).tolist()
     ([0.5, 0.5, 0.5], [0, 0, 0])
     """
 
-    def __init__(self, own: Iterable[Any] = ()) -> None:
+    def __init__(self, own: Iterable[Any] = (), share: float = 0.5) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        known = (torch.default_generator, *torch.cuda.default_generators, *own)
+        self.own, self.share = (*own,), share
+        self.were_drawn = False
+        """Whether a constant stood for a number."""
+        known = (torch.default_generator, *torch.cuda.default_generators, *self.own)
         # Operations are dispatched with other Python objects for the same generators.
         self._known = {
             each._cdata  # type: ignore[attr-defined]
@@ -71,7 +76,10 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name in probabilities:
             if isinstance(arguments.get(name), torch.FloatType):
                 return function(**{**given, name: 0.0})
-        return tree_map_only(torch.Tensor, _filled, function(**given))
+        self.were_drawn = True
+        low, high = (given.get(name, given.get(other)) for name, other in (("low", "from"), ("high", "to")))
+        whole = 0 if high is None else (low or 0) + int(self.share * (high - (low or 0)))
+        return tree_map_only(torch.Tensor, lambda each: _filled(each, self.share, whole), function(**given))
 
 
 _DROPOUT = ("dropout_p", "dropout")
@@ -92,6 +100,7 @@ def _has_no_order(numbers: torch.Tensor) -> bool:
     return bool((numbers == numbers.flatten()[0]).all())
 
 
-def _filled(drawn: torch.Tensor) -> torch.Tensor:
-    is_whole = not (drawn.is_floating_point() or drawn.is_complex() or drawn.dtype == torch.bool)
-    return drawn.fill_(0 if is_whole else 0.5)
+def _filled(drawn: torch.Tensor, share: float, whole: int) -> torch.Tensor:
+    if drawn.dtype == torch.bool:
+        return drawn.fill_(share >= 0.5)  # noqa: PLR2004
+    return drawn.fill_(share if drawn.is_floating_point() or drawn.is_complex() else whole)

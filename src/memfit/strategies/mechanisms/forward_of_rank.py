@@ -26,7 +26,8 @@ from memfit.errors import UsageError
 from memfit.strategies.mechanisms.independent_samples import numbers_among
 from memfit.strategies.mechanisms.join_outputs import SamplesInOutput
 from memfit.strategies.mechanisms.loss_divisor import IN_LOOP, LossRule, SumOfSlices
-from memfit.strategies.mechanisms.sliced_forward import SlicedForward
+from memfit.strategies.mechanisms.numbers_of_forward import Number, numbers_of_forward
+from memfit.strategies.mechanisms.sliced_forward import SlicedForward, expect_not_compiled
 from memfit.strategies.mechanisms.split_batch import even_micro_batch_sizes
 
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -100,6 +101,7 @@ class ForwardOfRank(SlicedForward):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         try:
+            expect_not_compiled()
             return self._share(forward, args, kwargs)
         except UsageError as error:  # of the mechanism that batch slices use as well
             why = str(error).replace("batch_slices", "sharding").replace("slice", "share")
@@ -113,13 +115,14 @@ class ForwardOfRank(SlicedForward):
         if samples < ranks:  # every rank computes all of it
             return forward(*args, **kwargs)
         self.around.expect_same("the batch", as_passed)
-        passed = self._kind_of(as_passed)
-        if passed not in self._rules:
-            self._learn(passed, as_passed, samples, len(args))
-        sizes, dims = even_micro_batch_sizes(samples, ranks), self._dims[passed]
+        passed, sizes = self._kind_of(as_passed), even_micro_batch_sizes(samples, ranks)
+        self._check(passed, as_passed, len(args), sizes)
+        dims = self._dims[passed]
         call = self._rows_first(tree_map_only(torch.Tensor, _entering, as_passed), dims)
         own_args, own_kwargs = self._arguments(self._splitter.split(call, sizes)[rank], len(args), dims)
-        with _random_numbers_of_rank(self.module, rank):
+        rule, factors = self._rules[passed][0], []
+        wanted = rule is not None and rule.needs_numbers
+        with _random_numbers_of_rank(self.module, rank), numbers_of_forward(wanted=wanted) as numbers:
             leaves, spec = tree_flatten(self._on_slice(*own_args, **own_kwargs))
         if spec not in self._layouts:
             raise UsageError(
@@ -129,22 +132,21 @@ class ForwardOfRank(SlicedForward):
         share = _Share(sizes, rank, self.around)
         if self.around.reduction is not None:
             self.around.reduction.is_done = False
-        rule, factors = self._rules[passed][0], []
         for index, place in enumerate(self._layouts[spec]):
             leaf = leaves[index]
             if place is not None:
                 leaves[index] = share.gathered(leaf, place)
             elif rule is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 factors = rule.python_numbers(leaf)
-                leaves[index] = _loss_of_ranks(leaf, rule, self.around)
+                leaves[index] = _loss_of_ranks(leaf, rule, self.around, numbers.found if numbers else ())
         _expect_same_numbers([*numbers_among(leaves), *factors], self.module)
         output = tree_unflatten(leaves, spec)
         self._expect_numbers(output, factors, passed, as_passed, samples, len(args))
         return output
 
-    def _learn(self, *batch: Any) -> None:
+    def _rule(self, *given: Any) -> tuple[LossRule | None, list[float]]:
         with _evaluating_batch_norms(self.module):
-            super()._learn(*batch)
+            return super()._rule(*given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +218,20 @@ class _LossOfRanks(torch.autograd.Function):
     """The loss of the whole batch, of what each rank's samples add to it."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, divisors: torch.Tensor, around: ShareOfRank) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        own: torch.Tensor,
+        divisors: torch.Tensor,
+        counts: torch.Tensor,
+        rule: LossRule,
+        around: ShareOfRank,
+    ) -> torch.Tensor:
         ctx.around = around
-        both = torch.cat((own[None], divisors))
+        of_ranks = own.new_zeros((dist.get_world_size(), len(counts)))
+        of_ranks[dist.get_rank()] = counts
+        both = torch.cat((own[None], divisors, of_ranks.flatten()))
         dist.all_reduce(both)
-        total, sums = both[0], both[1:]
+        total, sums, of_ranks = both[0], both[1 : 1 + len(divisors)], both[1 + len(divisors) :]
         if (
             len(sums) > 1
             and not is_ghost_loaded()
@@ -230,14 +241,17 @@ class _LossOfRanks(torch.autograd.Function):
                 "sharding: the model's loss adds means over different numbers of elements, which weigh the "
                 f"ranks' samples differently. {IN_LOOP}"
             )
-        ctx.factor = dist.get_world_size() / sums[0] if len(sums) else dist.get_world_size()
-        return total / sums[0] if len(sums) else total.clone()
+        divisor: torch.Tensor | float = sums[0] if len(sums) else 1
+        if rule.needs_numbers:
+            divisor = rule.divisor_of(of_ranks.view(-1, len(counts)).tolist())
+        ctx.factor = dist.get_world_size() / divisor
+        return total / divisor
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         _expect_no_second_derivative()
         ctx.around.expect_first_backward()
-        return gradient * ctx.factor, None, None
+        return gradient * ctx.factor, *[None] * 4
 
 
 def _entering(each: torch.Tensor) -> torch.Tensor:
@@ -245,15 +259,23 @@ def _entering(each: torch.Tensor) -> torch.Tensor:
     return entered
 
 
-def _loss_of_ranks(loss: torch.Tensor, rule: LossRule, around: ShareOfRank) -> torch.Tensor:
+def _loss_of_ranks(
+    loss: torch.Tensor, rule: LossRule, around: ShareOfRank, numbers: Sequence[Number]
+) -> torch.Tensor:
     """Return the loss of the whole batch.
 
     Raises:
         UsageError: its terms weigh the ranks' samples differently.
     """
     own = SumOfSlices(rule).add(loss)
-    given = [torch.as_tensor(each, dtype=own.dtype, device=own.device) for each in rule.divisors(loss)]
-    whole: torch.Tensor = _LossOfRanks.apply(own, torch.stack(given) if given else own.new_empty(0), around)
+    divisors = rule.divisors(loss)
+    given, counts = (
+        torch.stack([torch.as_tensor(each, dtype=own.dtype, device=own.device) for each in row])
+        if row
+        else own.new_empty(0)
+        for row in (divisors, [divisors[0], *rule.counts(numbers)] if rule.needs_numbers else [])
+    )
+    whole: torch.Tensor = _LossOfRanks.apply(own, given, counts, rule, around)
     return whole.to(loss.dtype)
 
 

@@ -82,7 +82,7 @@ class SideEffects:
         Raises:
             UsageError: they have.
         """
-        before = self._tensors[1] | self._tensors[0]
+        before = self._tensors[0] | self._tensors[1]
         *_, one, other = self._tensors
         for name, (value, version) in other.items():
             was, version_before = before.get(name, (None, 0))
@@ -115,8 +115,8 @@ class SideEffects:
             last = max(kept, key=lambda each: each.grad_fn._sequence_nr())
             name, shape = last.grad_fn.name(), " x ".join(map(str, last.shape)) or "one number"
             raise UsageError(
-                f"batch_slices: the model's forward, or a hook on a layer, keeps a result of {name} ({shape} "
-                "for one sample) beside what the model returns. A loss of it would be that of one slice. "
+                f"batch_slices: the model's forward, or a hook on a layer, keeps a result of {name} "
+                f"({shape}) beside what the model returns. A loss of it would be that of one slice. "
                 f"Return it from the model's forward, or detach it. {ADVICE}"
             )
 

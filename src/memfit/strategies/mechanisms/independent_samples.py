@@ -1,13 +1,16 @@
-"""Whether a model computes each sample by itself: two samples of the first batch, together and each alone.
+"""Whether a model computes each sample by itself: some samples of a batch, together and in two halves.
+
+    first call                            the first two samples; 0.5 stands for random numbers
+    calls 1 to 4, 10, and each 100th      as many other samples as a slice has, and other constants
 
 Their outputs show along which dimension samples lie, and how the model's loss, if there is one, weighs them.
-Nothing is kept for a backward. Constants stand for random numbers, and the generators are restored: the step
-that follows is as it would be.
+Nothing is kept for a backward, and the generators are restored: the step that follows is as it would be.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from math import inf
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from math import inf, sqrt
 from typing import Any
 
 import torch
@@ -18,13 +21,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import MemfitError, UsageError
 from memfit.random_state import DrawnRandomNumbers
-from memfit.strategies.mechanisms.buffer_snapshots import own_generators
 from memfit.strategies.mechanisms.constant_draws import ConstantDraws, seed_shuffles
 from memfit.strategies.mechanisms.forward_side_effects import ADVICE, SideEffects
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
 from memfit.strategies.mechanisms.inspect_tensors import leaves_beside, tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import OutputLayouts, SamplesInOutput
 from memfit.strategies.mechanisms.loss_divisor import LossRule
+from memfit.strategies.mechanisms.numbers_of_forward import numbers_of_forward
 from memfit.strategies.mechanisms.slice_parameters import (
     can_be_replaced,
     leaf_aliases,
@@ -34,6 +37,18 @@ from memfit.strategies.mechanisms.slice_parameters import (
 _TOLERANCE, _GPU_TOLERANCE, _LOW_TOLERANCE = 1e-4, 1e-2, 1e-1
 """Of the norm: kernels for another number of samples round differently; a GPU's may compute in TF32, and half
 precision rounds even more."""
+_CHUNK = 1 << 22
+"""Numbers that are compared at a time: what that takes is less than the outputs themselves."""
+_FIRST, _EVERY = (1, 2, 3, 4, 10), 100
+
+
+def is_checked_again(number: int) -> bool:
+    """Return whether a call is one of those, counted from 1, that are looked at more closely.
+
+    >>> [number for number in range(1, 250) if is_checked_again(number)]
+    [1, 2, 3, 4, 10, 100, 200]
+    """
+    return number in _FIRST or number % _EVERY == 0
 
 
 def expect_independent_layers(module: nn.Module) -> None:
@@ -53,19 +68,23 @@ def expect_independent_layers(module: nn.Module) -> None:
 
 def learn_outputs(
     module: nn.Module,
-    calls: Sequence[Callable[[], Any]],
+    calls: Sequence[tuple[Callable[[], Any], int]],
     inputs: Sequence[torch.Tensor],
     passed: Sequence[Any],
     layouts: OutputLayouts,
+    draws: ConstantDraws,
+    known: LossRule | None,
 ) -> tuple[LossRule | None, list[float]]:
     """Learn what a model returns, and check that it does not combine samples.
 
     Args:
         module: the model.
-        calls: its forward on two samples, on the first and on the second.
+        calls: its forward on some samples, on their first half and on their second; and how many these are.
         inputs: the arguments that require a gradient.
         passed: the arguments that every slice gets as they are.
         layouts: completed.
+        draws: what stands for random numbers; nothing on the ghost, where numbers are unknown.
+        known: how the loss is made, if other samples have shown that.
 
     Returns:
         How the loss of a batch is made of those of slices, None if the model returns no loss; and the numbers
@@ -76,27 +95,30 @@ def learn_outputs(
     """
     aliases = leaf_aliases(module) if can_be_replaced(module) else {}
     kind = next((each.device.type for each in module.parameters()), "cpu")
-    effects, own = SideEffects(module), own_generators(module)
-    generators = (torch.default_generator, *own)
+    effects, half = SideEffects(module), calls[-1][1]
+    generators = (torch.default_generator, *draws.own)
     with autocast_to(kind, lower := autocast_dtype(kind), cache=False), parameters_replaced(module, aliases):
-        with effects, nullcontext() if is_ghost_loaded() else ConstantDraws(own):
-            outputs = []
-            for call in calls:
-                with DrawnRandomNumbers.start(generators).replay():
+        with effects, nullcontext() if is_ghost_loaded() else draws:
+            outputs, numbers = [], []
+            for call, _ in calls:
+                with DrawnRandomNumbers.start(generators).replay(), numbers_of_forward() as computed:
                     seed_shuffles()
-                    outputs.append(_flat_output(call))
+                    outputs.append(_flat_output(call, draws.own))
                 effects.called()
+                numbers += [computed.found] if computed else []
         effects.expect_none()
-        rule = _rule(outputs, layouts, [*aliases.values(), *inputs] if aliases else [], passed)
+        leaves = [*aliases.values(), *inputs] if aliases else []
+        rule = _rule(outputs, leaves, passed, numbers, known)
+        _place(outputs, layouts, half)
         if not is_ghost_loaded():
-            _expect_equal_values(outputs, layouts, rule, kind, lower)
+            _expect_equal_values(outputs, layouts, rule, kind, lower, half, numbers[1:])
         leaves = outputs[0][0]
-        numbers = numbers_among(leaves)
+        same = numbers_among(leaves)
         if rule is not None and (place := place_of_loss(leaves)) is not None:
-            numbers += rule.python_numbers(leaves[place])
-        del outputs, leaves
+            same += rule.python_numbers(leaves[place])
+        del outputs, leaves, numbers, computed
     effects.expect_nothing_kept()
-    return rule, numbers
+    return rule, same
 
 
 def numbers_among(leaves: Sequence[Any]) -> list[float]:
@@ -109,9 +131,13 @@ _Flat = tuple[list[Any], TreeSpec]
 
 
 def _rule(
-    outputs: Sequence[_Flat], layouts: OutputLayouts, leaves: list[torch.Tensor], passed: Sequence[Any]
+    outputs: Sequence[_Flat],
+    leaves: list[torch.Tensor],
+    passed: Sequence[Any],
+    numbers_of_calls: Sequence[Any],
+    known: LossRule | None,
 ) -> LossRule | None:
-    """Return how losses are divided, and add to the layouts where the samples of outputs are."""
+    """Return how losses are divided."""
     (pair, spec), *single = outputs
     if any(other != spec for _, other in single):
         raise UsageError(
@@ -154,24 +180,36 @@ def _rule(
                 f"gradient ({tuple(leaf.shape)}) and is neither a parameter nor an argument of the "
                 f"model. Register it as a parameter. {ADVICE}"
             )
-        rule = LossRule(losses[0], losses[1:], passed)
-    layouts[spec] = tuple(
-        layouts.place(one, two, 1, 2) if isinstance(one, torch.Tensor) and index != place else None
-        for index, (one, two) in enumerate(zip(single[0][0], pair, strict=True))
-    )
+        rule = known or LossRule(losses[0], losses[1:], passed, numbers_of_calls)
     return rule
 
 
-def _flat_output(call: Callable[[], Any]) -> _Flat:
+def _place(outputs: Sequence[_Flat], layouts: OutputLayouts, half: int) -> None:
+    """Add to the layouts where the samples of outputs are."""
+    (pair, spec), *single = outputs
+    place = place_of_loss(pair)
+    found = tuple(
+        layouts.place(one, two, half, 2 * half) if isinstance(one, torch.Tensor) and index != place else None
+        for index, (one, two) in enumerate(zip(single[0][0], pair, strict=True))
+    )
+    before = layouts.get(spec, found)  # by values, which may not tell this time
+    is_same = [each and each.dim for each in before] == [each and each.dim for each in found]
+    layouts[spec] = before if is_same else found
+
+
+class ModelFailsError(UsageError):
+    """A model's forward fails for a part of a batch."""
+
+
+def _flat_output(call: Callable[[], Any], own: Iterable[Any]) -> _Flat:
     try:
-        with keeping_shapes_alone():
-            leaves, spec = tree_flatten(call())
+        leaves, spec = tree_flatten(without_saving(call, own))
     except (MemfitError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise UsageError(
-            "batch_slices: the model fails for one or two samples of the batch "
-            f"({type(error).__name__}: {error}). {ADVICE}"
+        raise ModelFailsError(
+            f"batch_slices: the model fails for a part of the batch ({type(error).__name__}: {error}). "
+            f"{ADVICE}"
         ) from error
     for each in leaves:
         if not isinstance(each, torch.Tensor) and tensors_in_object(each):
@@ -184,9 +222,35 @@ def _flat_output(call: Callable[[], Any]) -> _Flat:
     return leaves, spec
 
 
-def keeping_shapes_alone() -> AbstractContextManager[Any]:
-    """Return a context whose operations save no tensors for a backward, which will not come."""
-    return torch.autograd.graph.saved_tensors_hooks(_shape_alone, lambda each: each)
+def without_saving(call: Callable[[], Any], own: Iterable[Any]) -> Any:
+    """Return what a forward returns whose operations save no tensors for a backward, which will not come.
+
+    A forward that needs them, as it differentiates, runs again, draws the same, and saves what it needs.
+
+    Args:
+        call: the forward.
+        own: the generators that it may draw from, besides the global ones.
+    """
+    drawn, steps = DrawnRandomNumbers.start((torch.default_generator, *own)), ["runs"]
+
+    def unpacked(saved: torch.Tensor) -> torch.Tensor:
+        if steps == ["runs"]:
+            steps.append("differentiates")
+            raise AssertionError("only the shape of what an operation saves is kept")
+        return saved  # to one who reads the graph of a loss
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_shape_alone, unpacked):
+            output = call()
+    except AssertionError:
+        if steps == ["runs"]:
+            raise
+    finally:
+        steps.append("ended")
+    if "differentiates" in steps:
+        drawn.rewind()
+        output = call()
+    return output
 
 
 def _shape_alone(saved: torch.Tensor) -> torch.Tensor:
@@ -198,44 +262,67 @@ def _shape_alone(saved: torch.Tensor) -> torch.Tensor:
 
 
 def _expect_equal_values(
-    outputs: Sequence[_Flat], layouts: OutputLayouts, rule: LossRule | None, kind: str, lower: Any
+    outputs: Sequence[_Flat],
+    layouts: OutputLayouts,
+    rule: LossRule | None,
+    kind: str,
+    lower: Any,
+    half: int,
+    numbers: Sequence[Any],
 ) -> None:
     tolerance = _LOW_TOLERANCE if lower is not None else _TOLERANCE if kind == "cpu" else _GPU_TOLERANCE
     (pair, spec), *single = outputs
     known = [*layouts[spec]]
     for index, place in enumerate(known):
         whole, parts = pair[index], [leaves[index] for leaves, _ in single]
-        if not isinstance(whole, torch.Tensor) or not whole.is_floating_point():
+        if not isinstance(whole, torch.Tensor):
             continue
-        low = tolerance if whole.dtype in (torch.float32, torch.float64) else _LOW_TOLERANCE
+        is_low = whole.is_floating_point() and whole.dtype not in (torch.float32, torch.float64)
+        low = _LOW_TOLERANCE if is_low else tolerance
         if place is not None:
-            off = _difference(place.joined(parts), whole)
+            off = _difference(place.pairs(whole, parts, half))
             other = SamplesInOutput(place.dim, not place.alternate)
-            if off > low and _difference(other.joined(parts), whole) <= low:
+            if off > low and _difference(other.pairs(whole, parts, half)) <= low:
                 known[index], off = other, 0.0
         elif rule is not None and whole.requires_grad and not whole.dim():
-            off = _difference(rule.joined(parts), whole)
+            off = _difference([(rule.joined(parts, numbers), whole)])
         else:
             continue
         if off > low:
-            extent = "in where it is finite" if off == inf else f"by {off:.0%}"
+            extent = "in which numbers are infinite or NaN" if off == inf else f"by {100 * off:.3g} %"
+            many, one = (f"{2 * half} samples", "half of them") if half > 1 else ("two samples", "alone")
             raise UsageError(
-                "batch_slices: the model combines samples with each other: what it returns for two samples "
-                f"of the batch differs from what it returns for each alone, {extent}. "
+                f"batch_slices: the model combines samples with each other: what it returns for {many} "
+                f"of the batch differs from what it returns for each {one}, {extent}. "
                 "If samples do not lie along dimension 0 of its inputs, pass dim=...; otherwise, leave out "
                 "batch_slices."
             )
     layouts[spec] = tuple(known)
 
 
-def _difference(joined: torch.Tensor, whole: torch.Tensor) -> float:
-    """Return by how much two outputs differ, relative to the norm of the second; without what is infinite."""
+def _difference(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Return by how much outputs differ, relative to the norm of the second; of integers, how many."""
+    apart = size = 0.0
+    exact = False
     with torch.no_grad():
-        finite = whole.isfinite()
-        if not torch.equal(joined.isfinite(), finite):
-            return inf
-        off, size = (each.double().norm() for each in ((joined - whole)[finite], whole[finite]))
-    return float(off / size) if off else 0.0
+        for one, whole in chain.from_iterable(map(_chunks, pairs)):
+            if exact := not (whole.is_floating_point() or whole.is_complex()):
+                apart, size = apart + float((one != whole).sum()), size + whole.numel()
+                continue
+            finite = whole.isfinite()
+            if not torch.equal(one.isfinite(), finite):
+                return inf
+            off, of = ((one - whole)[finite].abs(), whole[finite].abs())
+            apart += float(off.double().square().sum())
+            size += float(of.double().square().sum())
+    if not apart:
+        return 0.0
+    ratio = apart / size if size else inf
+    return ratio if exact else sqrt(ratio)
+
+
+def _chunks(pair: tuple[torch.Tensor, torch.Tensor]) -> Iterable[Any]:
+    return zip(*(each.flatten().split(_CHUNK) for each in pair), strict=True)  # type: ignore[no-untyped-call]
 
 
 def place_of_loss(leaves: Sequence[Any]) -> int | None:

@@ -12,6 +12,7 @@ A dimension may have several rows for each sample: those of a sample together, o
                                      ababab     where sequences do
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,8 @@ class SamplesInOutput:
     """Where the samples of a batch are in an output.
 
     >>> place = SamplesInOutput(0, alternate=True)
-    >>> place.joined([torch.tensor([1, 2, 3]), torch.tensor([10, 20, 30])]).tolist()
-    [1, 10, 2, 20, 3, 30]
+    >>> place.rows(torch.tensor([1, 10, 2, 20, 3, 30]), 2, 1, 1).flatten().tolist()
+    [10, 20, 30]
     """
 
     dim: int
@@ -43,11 +44,15 @@ class SamplesInOutput:
         each = output.size(self.dim) // samples
         return output.narrow(self.dim, begin * each, count * each)
 
-    def joined(self, singles: list[torch.Tensor]) -> torch.Tensor:
-        """Return the output of a batch of samples, from those of each alone."""
+    def pairs(
+        self, whole: torch.Tensor, halves: Sequence[torch.Tensor], half: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each sample's rows: in the output of its half of some samples, and in that of all of them."""
         if self.alternate:
-            return torch.stack(singles, self.dim + 1).flatten(self.dim, self.dim + 1)
-        return torch.cat(singles, self.dim)
+            whole, halves = whole.contiguous(), [each.contiguous() for each in halves]
+        for index in range(2 * half):
+            part, begin = halves[index // half], index % half
+            yield self.rows(part, half, begin, 1), self.rows(whole, 2 * half, index, 1)
 
 
 Layout = tuple[SamplesInOutput | None, ...]

@@ -19,13 +19,13 @@ import torch
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms.numbers_of_forward import Number
 
+_EQUAL = 1e-6
 _MEAN, _SUM = 1, 2
 """PyTorch's numbers of reductions."""
 _PASSING = ("ToCopy", "View", "Squeeze", "Clone", "Alias", "Neg")
 """Nodes whose result is in proportion to what they are passed."""
-Number = torch.Tensor | float
-"""Of no dimensions; PyTorch keeps a Python number as a tensor on the CPU, too."""
 IN_LOOP = "Return the outputs, and compute the loss in the training loop."
 
 
@@ -135,12 +135,24 @@ class LossRule:
         single: those of each alone.
         passed: the model's arguments that every slice gets as they are: a loss that is divided by one of them
             is a sum.
+        numbers: those that each of these forwards has computed. A divisor with a lower limit is made of one:
+            ``loss.sum() / mask.sum().clamp(min=1)``.
 
     Raises:
         UsageError: the losses of slices do not make that of the batch.
     """
 
-    def __init__(self, pair: torch.Tensor, single: Sequence[torch.Tensor], passed: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        pair: torch.Tensor,
+        single: Sequence[torch.Tensor],
+        passed: Sequence[Any],
+        numbers: Sequence[Sequence[Number]] = (),
+    ) -> None:
+        self._counts: list[int] = []
+        """Which of the numbers of a forward, from its end, may be what the divisor is made of."""
+        self._learned: list[list[float]] = []
+        """Of each of the three: the divisor, and these."""
         whole, parts = terms_of_loss(pair), [terms_of_loss(each) for each in single]
         if any(len(part) != len(whole) for part in parts):
             raise UsageError(f"batch_slices: {_DIFFERS} {IN_LOOP}")
@@ -155,6 +167,55 @@ class LossRule:
             raise UsageError(
                 f"batch_slices: the model's loss adds a mean over samples to a sum over samples. {IN_LOOP}"
             )
+        if self.is_quotient and numbers:
+            self._find_counts([whole[0], *(part[0] for part in parts)], numbers)
+
+    def _find_counts(self, terms: Sequence[LossTerm], numbers: Sequence[Sequence[Number]]) -> None:
+        place = self._varying[0]
+        if place is None and self._varying[1:]:
+            return
+        places = range(len(terms[0].divisors)) if place is None else [place]
+        found = [[float(each) for each in reversed(of_call)] for of_call in numbers]
+        for place in places:
+            divisors = [float(term.divisors[place]) for term in terms]
+            if self._varying[0] is None and divisors != [1, 1, 1]:
+                continue  # a constant, and no lower limit
+            for index, (pair, *single) in reversed([*enumerate(zip(*found, strict=False))]):
+                rows = [*zip(divisors, (pair, *single), strict=True)]
+                if math.isclose(pair, sum(single), rel_tol=_EQUAL) and _total(rows[1:], rows) is not None:
+                    self._counts.append(-1 - index)
+            if self._counts:
+                self._varying[0] = place
+                self._learned = [
+                    [divisor, *(of_call[-1 - index] for index in self._counts)]
+                    for divisor, of_call in zip(divisors, found, strict=True)
+                ]
+                return
+
+    @property
+    def needs_numbers(self) -> bool:
+        """Whether the divisor of a batch is made of numbers that the forward of each slice computes."""
+        return bool(self._counts)
+
+    def counts(self, numbers: Sequence[Number]) -> list[Number]:
+        """Return those of a forward's numbers that the divisor may be made of."""
+        return [numbers[index] if -index <= len(numbers) else math.nan for index in self._counts]
+
+    def divisor_of(self, rows: Sequence[Sequence[float]]) -> float:
+        """Return the divisor of a batch, from those of slices, each with its counts.
+
+        Raises:
+            UsageError: it does not follow.
+        """
+        for place in range(1, len(self._learned[0])):
+            own, learned = ([(row[0], row[place]) for row in each] for each in (rows, self._learned))
+            if (total := _total(own, [*own, *learned])) is not None:
+                return total
+        raise UsageError(
+            "batch_slices: the model divides its loss by a number with a lower limit, as in "
+            "mask.sum().clamp(min=1), and memfit cannot see what the number is for the batch, where it is "
+            f"{', '.join(f'{row[0]:.4g}' for row in rows)} for slices. {IN_LOOP}"
+        )
 
     @staticmethod
     def _varying_of(whole: LossTerm, parts: Sequence[LossTerm], passed: Sequence[Any]) -> int | None:
@@ -197,11 +258,11 @@ class LossRule:
             found += map(float, filter(_may_be_python_number, (*same, *term.factors)))
         return found
 
-    def joined(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the loss of a batch, of those of its slices, with their graphs."""
+    def joined(self, losses: Sequence[torch.Tensor], numbers: Sequence[Sequence[Number]]) -> torch.Tensor:
+        """Return the loss of a batch, of those of its slices, with their graphs and numbers."""
         slices = SumOfSlices(self)
-        for each in losses:
-            slices.add(each)
+        for each, of_forward in zip(losses, numbers, strict=True):
+            slices.add(each, self.counts(of_forward))
         return slices.loss()
 
 
@@ -219,11 +280,17 @@ class SumOfSlices:
         self._divisors: list[list[Number]] = []
         self.python_numbers: list[float] = []
         """Those that multiply or divide the first slice's loss."""
+        self._rows: list[list[Number]] = []
         self.divisor: Number | None = None
         """By what the sum of all slices is divided; None for a sum."""
 
-    def add(self, loss: torch.Tensor) -> torch.Tensor:
-        """Add a slice's loss, and return what it adds, with its graph."""
+    def add(self, loss: torch.Tensor, counts: Sequence[Number] = ()) -> torch.Tensor:
+        """Add a slice's loss, and return what it adds, with its graph.
+
+        Args:
+            loss: of the slice.
+            counts: of which the rule makes the divisor.
+        """
         divisors, self._dtype = self._rule.divisors(loss), loss.dtype
         numbers = self._rule.python_numbers(loss)
         if self._sum is None:
@@ -238,6 +305,7 @@ class SumOfSlices:
             # Without targets that count, a mean is 0 / 0.
             first = divisors[0]
             own = _or_zero(own * first, first)
+            self._rows += [[first, *counts]] if counts else []
             self.divisor = first if self.divisor is None else self.divisor + first
         if divisors[1:]:
             self._divisors.append(divisors)
@@ -253,7 +321,28 @@ class SumOfSlices:
         if self._sum is None:
             raise AssertionError("no slice has run")
         _expect_same_weights(self._divisors)
+        if self._rule.needs_numbers:
+            self.divisor = self._rule.divisor_of([[float(each) for each in row] for row in self._rows])
         return (self._sum if self.divisor is None else self._sum / self.divisor).to(self._dtype)
+
+
+def _total(slices: Sequence[tuple[float, float]], known: Sequence[tuple[float, float]]) -> float | None:
+    """Return the divisor of a batch, from those of slices, and the counts that they may be made of.
+
+    As in ``max(count, least) + added``. None if they are not, or if that does not show ``added``.
+
+    Args:
+        slices: divisor and count of each.
+        known: others too, to learn from.
+    """
+    least, added = min(divisor for divisor, _ in known), min(divisor - count for divisor, count in known)
+    count, most = sum(each for _, each in slices), max(each for _, each in known)
+    fits = all(math.isclose(each, max(own + added, least), rel_tol=_EQUAL) for each, own in known)
+    if not fits or added < -_EQUAL * least:
+        return None
+    if least == max(divisor for divisor, _ in known) and count > most and added > _EQUAL * least:
+        return None
+    return max(count + added, least)
 
 
 def _without_infinite(divisor: Number, gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ In float16, gradients need the loss scale, which only the backward knows: the sl
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +16,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memfit.errors import UsageError
 from memfit.random_state import DrawnRandomNumbers
-from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
+from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker, own_generators
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
-from memfit.strategies.mechanisms.independent_samples import keeping_shapes_alone, place_of_loss
+from memfit.strategies.mechanisms.independent_samples import place_of_loss, without_saving
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
-from memfit.strategies.mechanisms.loss_divisor import LossRule, Number, SumOfSlices
+from memfit.strategies.mechanisms.loss_divisor import LossRule, SumOfSlices
+from memfit.strategies.mechanisms.numbers_of_forward import Number, numbers_of_forward
 from memfit.strategies.mechanisms.slice_parameters import leaf_aliases, parameters_replaced
 
 Call = Callable[[], Any]
@@ -76,14 +76,19 @@ class LossOfSlices:
         slices = SumOfSlices(self.rule)
         for call, samples in zip(self.calls, self.sizes, strict=True):
             with torch.enable_grad():
-                with nullcontext() if backward else keeping_shapes_alone():
-                    leaves, spec = tree_flatten(call())
+                with numbers_of_forward(wanted=self.rule.needs_numbers) as numbers:
+                    whole = call() if backward else without_saving(call, own_generators(self.module))
+                leaves, spec = tree_flatten(whole)
+                del whole
                 place = place_of_loss(leaves)
                 if place is None:
                     raise UsageError(
                         "batch_slices: the model returns a loss for some slices of a batch only."
                     )
-                own, leaves[place] = slices.add(leaves[place]), _LOSS
+                own, leaves[place] = (
+                    slices.add(leaves[place], self.rule.counts(numbers.found if numbers else ())),
+                    _LOSS,
+                )
             if outputs is not None:
                 kept = [each.detach() if isinstance(each, torch.Tensor) else each for each in leaves]
                 outputs.add(tree_unflatten(kept, spec), samples)
@@ -93,8 +98,9 @@ class LossOfSlices:
                 with autocast_to(own.device.type, None):  # as any backward
                     backward(own)
             del own
+        loss = slices.loss()
         self.divisor, self.python_numbers = slices.divisor, slices.python_numbers
-        return slices.loss()
+        return loss
 
     def differentiate(
         self, outputs: JoinedOutputs | None, upstream: torch.Tensor | None = None

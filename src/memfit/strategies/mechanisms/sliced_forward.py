@@ -9,6 +9,9 @@ The loop sees one call of the model and one backward pass. Gradients are the sum
 same terms, added in another order. A dropped slice is a checkpointed call of the whole model.
 """
 
+import random
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,21 +20,28 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memfit.card.detect_card import is_ghost_loaded
+from memfit.dispatch_modes import without_dispatch_modes
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms.buffer_snapshots import own_generators
+from memfit.strategies.mechanisms.constant_draws import ConstantDraws
 from memfit.strategies.mechanisms.forward_side_effects import (
     ADVICE,
     expect_no_forward_hooks,
     package_of_hook,
 )
 from memfit.strategies.mechanisms.independent_samples import (
+    ModelFailsError,
     expect_independent_layers,
+    is_checked_again,
     learn_outputs,
     numbers_among,
 )
-from memfit.strategies.mechanisms.inspect_tensors import tensors_in_object
+from memfit.strategies.mechanisms.inspect_tensors import tensor_version, tensors_in_object
 from memfit.strategies.mechanisms.join_outputs import JoinedOutputs, OutputLayouts
 from memfit.strategies.mechanisms.loss_divisor import LossRule
 from memfit.strategies.mechanisms.loss_of_slices import LossOfSlices
@@ -46,6 +56,8 @@ from memfit.strategies.mechanisms.slice_parameters import (
 from memfit.strategies.mechanisms.split_batch import BatchSplitter, even_micro_batch_sizes
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
 
+_SHARES = (0.5, 0.02, 0.98)
+"""What stands for random numbers in later checks: in one of them happens what has a chance of 1 in 10."""
 _AGAIN = RecomputeSettings("the model", (), use_reentrant=False, preserve_rng_state=True, check=False)
 
 
@@ -61,6 +73,8 @@ class SlicedForward(WrappedForward):
         """What has been learned, by the kind of call: see ``learn_outputs``."""
         self._dims: dict[Any, Mapping[Any, int]] = {}
         """By the same: arguments whose samples lie along another dimension, such as a recurrent state."""
+        self._calls: Counter[Any] = Counter()
+        """By the same: its calls in slices."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward in slices, if a backward may follow.
@@ -71,6 +85,7 @@ class SlicedForward(WrappedForward):
         forward = self.__wrapped__
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        expect_not_compiled()
         as_passed: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         call = self._rows_first(as_passed)
         samples = self._samples(call)
@@ -81,8 +96,7 @@ class SlicedForward(WrappedForward):
         expect_no_forward_hooks(self.module)
         self._expect_own_parameters()
         passed = self._kind_of(as_passed)
-        if passed not in self._rules:
-            self._learn(passed, as_passed, samples, len(args))
+        self._check(passed, as_passed, len(args), sizes)
         (rule, _), dims = self._rules[passed], self._dims[passed]
         call = self._rows_first(as_passed, dims)
         if rule is not None:
@@ -110,6 +124,8 @@ class SlicedForward(WrappedForward):
             )
         output = outputs.whole()
         self._expect_numbers(output, (), passed, as_passed, samples, len(args))
+        if self.around.kept < len(sizes):
+            _expect_same_arguments(output, as_passed)
         return output
 
     def _expect_numbers(self, output: Any, factors: Sequence[float], passed: Any, *batch: Any) -> None:
@@ -160,11 +176,37 @@ class SlicedForward(WrappedForward):
         given = frozenset(name for name, each in call.items() if each is not None)
         return self.module.training, given, count
 
+    def _check(self, passed: Any, call: dict[Any, Any], positional: int, sizes: Sequence[int]) -> None:
+        """Learn from the first call what the model returns, and check in it and in later ones what that says.
+
+        Raises:
+            UsageError: the batches of the model cannot be divided.
+        """
+        samples, half = sum(sizes), max(sizes[0] // 2, 1)
+        if passed not in self._rules:
+            self._learn(passed, call, samples, positional)
+        self._calls[passed] += 1
+        number = self._calls[passed]
+        if is_ghost_loaded() or not is_checked_again(number) or _is_capturing():
+            return
+        begin = random.Random(number).randrange(samples - 2 * half + 1)  # noqa: S311 - the same on each rank
+        parts = [begin, half, half, samples - begin - 2 * half]
+        for share in _SHARES if number == 1 else (_SHARES[number % len(_SHARES)],):
+            draws = ConstantDraws(own_generators(self.module), share)
+            try:
+                with without_dispatch_modes():  # counters and recorders among them: the step is as ever
+                    self._rule(call, parts, positional, self._dims[passed], draws, self._rules[passed][0])
+            except ModelFailsError:
+                continue  # it may, for such numbers
+            if not draws.were_drawn:
+                break
+
     def _learn(self, passed: Any, call: dict[Any, Any], samples: int, positional: int) -> None:
         """Learn what the model returns, and along which dimensions samples of its arguments lie."""
+        parts, draws = [0, 1, 1, samples - 2], ConstantDraws(own_generators(self.module))
         others = _other_dimensions(call, samples, self.around.dim)
         try:
-            self._rules[passed] = self._rule(call, samples, positional, {})
+            self._rules[passed] = self._rule(call, parts, positional, {}, draws)
             self._dims[passed] = {}
         except UsageError as error:
             if not others:
@@ -172,21 +214,30 @@ class SlicedForward(WrappedForward):
             self._splitter = BatchSplitter(advice=ADVICE)  # the other knows these arguments as shared
             self._dims[passed] = others
             try:
-                self._rules[passed] = self._rule(call, samples, positional, others)
+                self._rules[passed] = self._rule(call, parts, positional, others, draws)
             except UsageError:
                 raise error from None
 
     def _rule(
-        self, call: dict[Any, Any], samples: int, positional: int, dims: Mapping[Any, int]
+        self,
+        call: dict[Any, Any],
+        parts: Sequence[int],
+        positional: int,
+        dims: Mapping[Any, int],
+        draws: ConstantDraws,
+        known: LossRule | None = None,
     ) -> tuple[LossRule | None, list[float]]:
-        """Learn what the model returns from two samples of the batch."""
+        """Learn what the model returns from two parts of the batch, of four."""
         call, inputs = _with_leaves(self._rows_first(call, dims))
-        one, two, *_ = self._splitter.split(call, [1] * samples)
-        pair, *_ = self._splitter.split(call, [2] + [1] * (samples - 2))
+        begin, half, _, end = parts
+        _, one, two, _ = self._splitter.split(call, [*parts])
+        _, both, _ = self._splitter.split(call, [begin, 2 * half, end])
         whole = set(map(id, tree_leaves(call)))
         shared = [each for each in tree_leaves(one) if id(each) in whole]
-        calls = [self._call(part, positional, dims) for part in (pair, one, two)]
-        return learn_outputs(self.module, calls, [leaf for _, leaf in inputs], shared, self._layouts)
+        sizes = ((both, 2 * half), (one, half), (two, half))
+        calls = [(self._call(part, positional, dims), size) for part, size in sizes]
+        leaves = [leaf for _, leaf in inputs]
+        return learn_outputs(self.module, calls, leaves, shared, self._layouts, draws, known)
 
     def _call(self, part: dict[Any, Any], positional: int, dims: Mapping[Any, int]) -> Callable[[], Any]:
         """Return the forward on a part of a batch."""
@@ -206,6 +257,12 @@ class SlicedForward(WrappedForward):
         Raises:
             UsageError: there is no tensor, or one without rows.
         """
+        most = max((each.dim() for each in tensors_in_object(call)), default=0)
+        if self.around.dim >= max(most, 1):
+            raise UsageError(
+                f"batch_slices: dim={self.around.dim}, and no tensor that the model is passed has such a "
+                f"dimension: they have up to {most}. Set dim to that along which samples lie, counted from 0."
+            )
         for name, each in call.items():
             if isinstance(each, torch.Tensor) and each.dim() and not each.is_nested:
                 return each.size(0)
@@ -238,6 +295,54 @@ class SlicedForward(WrappedForward):
             )
 
         return {name: exchange(name, argument) for name, argument in call.items()}
+
+
+def _expect_same_arguments(outputs: Any, call: Mapping[Any, Any]) -> None:
+    """Have a backward of the outputs refuse arguments that were written to since: slices run again with them.
+
+    Autograd's own check does not say which tensor it is.
+    """
+    passed = [
+        (name, weakref.ref(each), tensor_version(each))
+        for name, argument in call.items()
+        for each in tensors_in_object(argument)
+    ]
+
+    def check(_: Any) -> None:
+        for name, tensor, version in passed:
+            if (each := tensor()) is not None and tensor_version(each) != version:
+                raise UsageError(
+                    f"batch_slices: after the model's forward, and before its backward, the script changes "
+                    f"argument {name!r} of the model in place ({' x '.join(map(str, each.shape))}, "
+                    f"{each.dtype}), and slices run again with it. Pass the model a copy. {ADVICE}"
+                )
+
+    for each in tree_leaves(outputs):
+        if isinstance(each, torch.Tensor) and each.grad_fn is not None:
+            each.grad_fn.register_prehook(check)
+
+
+def expect_not_compiled() -> None:
+    """Refuse to be compiled: a compiler would trace memfit, and what it learns of the model.
+
+    Raises:
+        UsageError: the caller is.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        _refuse_compiler()
+
+
+@_disable_dynamo
+def _refuse_compiler() -> None:
+    raise UsageError(
+        "batch_slices: the script compiles the model whose batches are divided. Compile the model, or "
+        f"parts of it, before the optimizer is created (before memfit.apply). {ADVICE}"
+    )
+
+
+def _is_capturing() -> bool:
+    """Return whether a CUDA graph is captured, in which no value can be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -13,7 +13,13 @@ from typing import Any
 
 from torch import nn
 
+from memfit.errors import UsageError
+
 Forward = Callable[..., Any]
+
+
+class NotScriptableError(UsageError, AttributeError):
+    """What a wrapper does cannot be scripted; other readers of ``__globals__`` find that there are none."""
 
 
 class WrappedForward:
@@ -48,6 +54,15 @@ class WrappedForward:
         if self.inner is not None:
             return self.inner
         return partial(type(self.module).forward, self.module)  # which every version of torch.compile traces
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """Refuse ``torch.jit.script``, which reads it to script the forward without the wrapper."""
+        raise NotScriptableError(
+            f"torch.jit.script of a {type(self.module).__name__}, whose forward memfit has wrapped to carry "
+            "out the plan: TorchScript would call the forward alone. Leave out torch.jit.script, or what the "
+            "plan does in forwards (slices, mixed precision, checkpointing, offload, sharding)."
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``around`` with the original forward."""
@@ -91,3 +106,20 @@ def forward_wrappers(module: nn.Module) -> Iterator[WrappedForward]:
     while isinstance(forward, WrappedForward):
         yield forward
         forward = forward.inner
+
+
+def remove_wrappers(model: nn.Module) -> Callable[[], None]:
+    """Remove all wrappers in a model, such as those that a copy has; return what puts them back."""
+    removed: list[tuple[nn.Module, WrappedForward]] = []
+    for module in model.modules():
+        *_, innermost = (None, *forward_wrappers(module))
+        if innermost is not None:
+            removed.append((module, module.__dict__.pop("forward")))
+            if innermost.inner is not None:
+                module.__dict__["forward"] = innermost.inner
+
+    def put_back() -> None:
+        for module, forward in removed:
+            module.__dict__["forward"] = forward
+
+    return put_back
