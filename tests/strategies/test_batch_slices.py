@@ -186,7 +186,7 @@ CASES = {
         f"masked mean, {limit}, {labelled.__name__}": Case(counted(divisor), labelled, same)
         for labelled in (with_few_labels, with_no_labels_first, with_no_labels)
         for limit, divisor in {
-            "at least one target": lambda n: n.clamp(min=1),
+            "at least one target": lambda n: n.clamp_(min=1),  # which writes to the count
             "at least one target, in Python": lambda n: max(int(n), 1),
             "at least two and a half": lambda n: torch.maximum(n, torch.full_like(n, 2.5)),
             "a little more than the targets": lambda n: n + 0.01,

@@ -33,7 +33,7 @@ class NumbersOfForward(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         is_number = type(result) in (int, float)
         if is_number or (isinstance(result, torch.Tensor) and not (result.dim() or result.requires_grad)):
-            self.found.append(result)
+            self.found.append(result if is_number else result.clone())  # clamp_ writes to a count
         return result
 
 
