@@ -17,7 +17,9 @@ from memfit.user_lines import line_of_error, user_line_with_package_line
 if TYPE_CHECKING:
     from memfit.patching.installed_hooks import InstalledHooks
 
-_ERROR = Patch("memfit.errors:UsageError", "__init__", why="know the refusals that a script catches")
+_WHY = "know the refusals that a script catches"
+_RAISED = Patch("memfit.errors:UsageError", "__init__", why=_WHY)
+_DROPPED = Patch("memfit.errors:UsageError", "__del__", why=_WHY, adds=True)
 
 
 class ChecksBeforeSteps:
@@ -36,18 +38,25 @@ class ChecksBeforeSteps:
         sliced: Iterable[tuple[weakref.ref[Any], str]],
     ) -> None:
         self._caught, self._refuse, self._sliced = caught, refuse, sliced
-        self._raised: list[BaseException] = []
+        self._alive: weakref.WeakSet[BaseException] = weakref.WeakSet()  # a frame of an error keeps tensors
+        self._refusals: list[tuple[str, str]] = []
         self._has_stepped = False
 
     def install(self, hooks: "InstalledHooks") -> None:
         """Hook steps, and memfit's errors."""
-        hooks.call_after(_ERROR, "__init__", self._raised.append)
+
+        def dropped(error: BaseException) -> None:
+            self._note(error)
+
+        hooks.call_after(_RAISED, "__init__", self._alive.add)
+        hooks.replace(_DROPPED, "__del__", lambda _: dropped)
         hooks.on_removal(register_optimizer_step_pre_hook(self._before_step).remove)
 
     def _before_step(self, *_: Any) -> None:
-        self._raised[:] = filter(_was_caught_outside, self._raised)  # their frames keep tensors
-        if self._raised:
-            self._caught(str(self._raised[0]), line_of_error(self._raised[0]))
+        for error in self._alive:
+            self._note(error)
+        if self._refusals:
+            self._caught(*self._refusals[0])
         if self._has_stepped:
             return
         self._has_stepped = True
@@ -58,10 +67,10 @@ class ChecksBeforeSteps:
             except UsageError as error:
                 self._refuse(str(error), name)
 
-
-def _was_caught_outside(error: BaseException) -> bool:
-    """Return whether the script or a library has caught an error: memfit itself tries some things."""
-    trace = error.__traceback__
-    return trace is not None and bool(
-        user_line_with_package_line([(trace.tb_frame.f_code.co_filename, trace.tb_lineno)])
-    )
+    def _note(self, error: BaseException) -> None:
+        """Note an error that the script or a library has caught: memfit itself tries some things."""
+        trace = error.__traceback__
+        if trace is not None and user_line_with_package_line(
+            [(trace.tb_frame.f_code.co_filename, trace.tb_lineno)]
+        ):
+            self._refusals.append((str(error), line_of_error(error)))
