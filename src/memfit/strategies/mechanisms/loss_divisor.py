@@ -289,7 +289,7 @@ class SumOfSlices:
 
         Args:
             loss: of the slice.
-            counts: of which the rule makes the divisor.
+            counts: numbers that its forward has computed; the divisor may be made of them.
         """
         divisors, self._dtype = self._rule.divisors(loss), loss.dtype
         numbers = self._rule.python_numbers(loss)
