@@ -151,7 +151,8 @@ CHANGED = """
     for _ in range(3):
         optimizer.zero_grad()
         far = sum((each - old).square().sum() for each, old in zip(model.parameters(), start))
-        (model(x).square().sum() + far).backward()
+        decay = sum(each.abs().sum() for each in model.parameters())
+        (model(x).square().sum() + far + 0.01 * decay).backward()
         optimizer.step()
         with torch.no_grad():
             weight[3].mul_(0.5)
@@ -161,6 +162,9 @@ CHANGED = """
             weight[weight.abs() < 0.1] = 0.0
             weight[1:4, 1:].clamp_(-0.3, 0.3)
             weight.t()[1].neg_()
+            for row in model[2].weight:
+                row.div_(row.norm().clamp(min=1.0))
+            model[2].bias.unbind()[1].neg_()
             optimizer.state[weight]["exp_avg"][4].zero_()
             torch._foreach_lerp_([*average.parameters()][:2], [*model.parameters()][:2], 0.1)
             for old, new in list(zip(average.parameters(), model.parameters()))[2:]:

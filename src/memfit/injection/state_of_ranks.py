@@ -37,6 +37,7 @@ _WRITES = (
     *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
     *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
 )
+_ROWS = ("unbind", "__iter__")
 _PROPERTIES = ("__get__", "__set__", "__delete__")
 _DTENSOR = Patch(
     "torch.distributed.tensor:DTensor",
@@ -59,6 +60,8 @@ def _on_shards(
     """Run a PyTorch function on shards. It may gather them, because every rank runs the script."""
     name, kwargs = getattr(function, "__name__", ""), kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
+        if name in _ROWS and isinstance(args[0], DTensor):
+            return _rows(name, *args, **kwargs)
         is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         if is_write and isinstance(args[0], DTensor):
             return _write(function, name, args, kwargs)
@@ -98,6 +101,12 @@ def _write(function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[s
     return target if result is part else result
 
 
+def _rows(name: str, tensor: DTensor, dim: int = 0) -> Any:
+    """Return parts of one index each, which DTensor itself divides along no sharded dimension."""
+    parts = tuple(tensor.select(dim, index) for index in range(tensor.size(dim)))
+    return parts if name == "unbind" else iter(parts)
+
+
 def _copied(part: DTensor) -> DTensor | None:
     """Return the sharded tensor of a replicated view, such as a row; None if the part is no such view."""
     base = part._base
@@ -108,10 +117,11 @@ def _copied(part: DTensor) -> DTensor | None:
 
 
 def _is_mixed(value: Any) -> bool:
-    """Return whether there is a plain tensor, of more than a number, among arguments."""
+    """Return whether there is a plain tensor, of more than a number or with a gradient, among arguments."""
     if isinstance(value, list | tuple):
         return any(map(_is_mixed, value))
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() != 1
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return is_plain and (value.numel() != 1 or value.requires_grad)
 
 
 def _gathered(value: Any) -> Any:
