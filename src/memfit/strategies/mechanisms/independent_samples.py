@@ -294,8 +294,8 @@ def _expect_equal_values(
             raise UsageError(
                 f"batch_slices: the model combines samples with each other: what it returns for {many} "
                 f"of the batch differs from what it returns for each {one}, {extent}. "
-                "If samples do not lie along dimension 0 of its inputs, pass dim=...; otherwise, leave out "
-                "batch_slices."
+                "If samples do not lie along dimension 0 of its inputs, pass dim=...; if the forward draws "
+                "from NumPy's or Python's generator, draw from PyTorch's; otherwise, leave out batch_slices."
             )
     layouts[spec] = tuple(known)
 
