@@ -111,6 +111,16 @@ def test_a_plan_for_another_model_is_refused_by_name(planned, tmp_path):
     assert "'layers.0'" in done.stderr
 
 
+def test_a_setting_that_does_not_exist_is_named(tmp_path):
+    script, wrong = tmp_path / "train.py", tmp_path / "wrong.json"
+    script.write_text(textwrap.dedent(SCRIPT))
+    wrong.write_text('{"plan": {"batch_slices": {"cnt": 2}}}')
+    done = memfit("dry-run", "--plan", wrong, script)
+    assert done.returncode == 3
+    assert "'cnt' is not a field of batch_slices. Nearest: count" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_a_compiled_function_that_is_never_called_does_not_count(tmp_path):
     """As in bitsandbytes, which transformers' Trainer imports."""

@@ -79,6 +79,11 @@ CASES = {
         loss=lambda out: out[0].square().mean(),
         prepare=lambda model: setattr(model, "config", SimpleNamespace(use_cache=True)),
     ),
+    "transformers' cache, of a part's own configuration": Case(
+        lambda s, x: (s.logits(x), SimpleNamespace(keys=x) if s.up.config.use_cache else None),
+        loss=lambda out: out[0].square().mean(),
+        prepare=lambda model: setattr(model.up, "config", SimpleNamespace(use_cache=True)),
+    ),
     "a shape of the last call": Case(lambda s, x: setattr(s, "shape", x.shape) or s.logits(x)),
     "keywords only": Case(
         lambda s, *, b, x: s.logits(x + b),
@@ -92,6 +97,14 @@ CASES = {
     "a list of samples": Case(
         lambda s, x, texts: s.logits(x + torch.tensor([len(each) for each in texts])[:, None, None]),
         lambda n: (torch.randn(n, 4, WIDTH), ["a" * each for each in range(n)]),
+    ),
+    "a list of images, and one of their targets": Case(
+        lambda s, x, of: (
+            s.conv(torch.stack(x)) * torch.stack([each["box"].sum() for each in of])[:, None, None, None]
+        ),
+        lambda n: ([*images(n)[0]], [{"box": torch.randn(1 + each, 4)} for each in range(n)]),
+        layers=lambda: {"conv": nn.Conv2d(3, 2, 3)},
+        samples=6,
     ),
     "a mask of other size": Case(
         attend, lambda n: (torch.randn(n, 4, WIDTH), torch.randn(4, 4).tril()), layers=attention

@@ -189,7 +189,7 @@ def test_an_object_that_a_forward_changes_is_refused(use_reentrant):
     model[0](torch.randn(4, 6), Cache(), change=False).sum().backward()
     with pytest.raises(
         UsageError,
-        match=r"0 cannot be checkpointed: .* changes an argument of type Cache\. .*use_cache = False",
+        match=r"0 cannot be checkpointed: .* changes an argument of type Cache\. .*use_cache=False",
     ):
         model[0](torch.randn(4, 6), Cache())
 

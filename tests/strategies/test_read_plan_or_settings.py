@@ -108,6 +108,7 @@ def test_settings_that_keep_every_bit_are_said_to(written):
         ("a.json", '{"fp61": true}', "Nearest: fp16"),
         ("a.json", '{"fp16": ', "it is not valid JSON"),
         ("a.json", "{}", "it has no settings under 'plan'"),
+        ("a.json", '{"plan": {"batch_slices": 2}}', "'batch_slices' is 2, and not an object"),
         ("a.json", '{"fp16": ' + "[" * 100_000, "it is not valid JSON"),
         ("a.toml", "fp16 = 1" + "0" * 5000, "it is not valid TOML|at most 64 bits"),
         ("a.toml", "max_grad_norm = 1.0", "clipping of gradients, which belongs to the training loop"),

@@ -1,7 +1,7 @@
 """Read the file that ``memfit plan -o`` writes: a change of a script, and what memfit found under it."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -91,10 +91,9 @@ def read_plan(path: Path) -> PlanFile:
     except (ValueError, RecursionError) as error:
         raise FileFormatError(f"Cannot read a plan from {path}: it is not valid JSON ({error}).") from None
     settings = found.get("plan") if isinstance(found, dict) else None
-    if not isinstance(settings, dict) or not all(isinstance(each, dict) for each in settings.values()):
+    if faults := list(_faults(settings)):
         raise FileFormatError(
-            f"Cannot read a plan from {path}: it has no settings under 'plan'. Write one with "
-            f"memfit plan -o {path} SCRIPT.py."
+            f"Cannot read a plan from {path}: {faults[0]}. Write one with memfit plan -o {path} SCRIPT.py."
         )
     if (schema := found.get("schema", SCHEMA_VERSION)) != SCHEMA_VERSION:
         raise FileFormatError(
@@ -126,6 +125,15 @@ def read_plan(path: Path) -> PlanFile:
     if found.get("equality") is None:
         found["equality"] = equality_of(change)
     return PlanFile(change, **_values(found, said, PlanFile, path))
+
+
+def _faults(settings: Any) -> Iterator[str]:
+    if not isinstance(settings, dict):
+        yield "it has no settings under 'plan'"
+        return
+    for name, each in settings.items():
+        if not isinstance(each, dict):
+            yield f"under 'plan', {name!r:.40} is {each!r:.40}, and not an object of settings"
 
 
 def _values(found: Mapping[str, Any], names: Iterable[str], of: type, path: Path) -> dict[str, Any]:

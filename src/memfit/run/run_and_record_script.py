@@ -361,7 +361,7 @@ class ScriptProcess:
         """Return the trace of the script; None if it never used the GPU."""
         if not self._is_the_script() or self._ranks.is_elsewhere():
             return None  # another process writes it; this one may record itself
-        if self._recorder is None or not sys.modules["torch"].cuda.is_initialized():
+        if not (self._recorder and (torch := sys.modules.get("torch")) and torch.cuda.is_initialized()):
             return None
         from memfit.recording.allocator_history import peak_pinned_host_bytes
         from memfit.versions import software_versions

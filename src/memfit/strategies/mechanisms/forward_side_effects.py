@@ -11,9 +11,9 @@ Global variables and files are out of sight.
 import gc
 import inspect
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import torch
@@ -214,3 +214,20 @@ def _with_graph(begin: int, end: int) -> list[Any]:
                 if each.grad_fn is not None and begin <= each.grad_fn._sequence_nr() < end:
                     found.append(each)
     return found
+
+
+@contextmanager
+def without_cache(module: nn.Module) -> Iterator[None]:
+    """Have a model of transformers return no keys and values for later tokens, which cannot be joined.
+
+    So does transformers itself, if it checkpoints.
+    """
+    found = (vars(each).get("config") for each in module.modules())  # of T5's decoder, its own
+    configs = {id(each): each for each in found if getattr(each, "use_cache", None) is True}.values()
+    for each in configs:
+        each.use_cache = False
+    try:
+        yield
+    finally:
+        for each in configs:
+            each.use_cache = True

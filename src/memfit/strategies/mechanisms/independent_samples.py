@@ -216,8 +216,8 @@ def _flat_output(call: Callable[[], Any], own: Iterable[Any]) -> _Flat:
             raise UsageError(
                 f"batch_slices: the model returns an object of type {type(each).__name__}, and memfit cannot "
                 "join the tensors that it holds. Return tensors in tuples or dicts, or register a dataclass "
-                "with torch.utils._pytree.register_dataclass. In transformers, set "
-                "model.config.use_cache = False."
+                "with torch.utils._pytree.register_dataclass. In transformers, pass "
+                "use_cache=False to the model."
             )
     return leaves, spec
 

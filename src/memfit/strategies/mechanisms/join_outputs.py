@@ -179,8 +179,9 @@ def samples_dimension(first: torch.Tensor, other: torch.Tensor, samples: int, ot
         shape = " x ".join(map(str, other.shape)) or "one number"
         raise UsageError(
             f"batch_slices: for {others} samples the model returns a tensor ({shape}, "
-            f"{str(other.dtype).removeprefix('torch.')}) that has no row for each of them. It combines "
-            "samples with each other, and slices of a batch would give another result."
+            f"{str(other.dtype).removeprefix('torch.')}) that has no row for each of them. If samples do not "
+            "lie along dimension 0 of its inputs, pass dim=...; otherwise it combines samples with each "
+            "other, and slices of a batch would give another result: leave out batch_slices."
         )
     return varying[0]
 

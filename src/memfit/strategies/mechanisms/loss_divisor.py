@@ -222,8 +222,9 @@ class LossRule:
         if whole.elements != sum(part.elements for part in parts):
             alone = " and ".join(str(part.elements) for part in parts)
             raise UsageError(
-                "batch_slices: the model's loss combines samples with each other: it reduces "
-                f"{whole.elements} elements for two samples, and {alone} for each alone. {IN_LOOP}"
+                "batch_slices: the model's loss combines samples with each other, or adds what does not "
+                f"depend on them: it reduces {whole.elements} elements for two samples, and {alone} for each "
+                f"alone. {IN_LOOP}"
             )
         all_terms = (whole, *parts)
         if len({(len(each.divisors), len(each.factors)) for each in all_terms}) > 1:

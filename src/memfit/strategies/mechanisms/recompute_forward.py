@@ -281,7 +281,7 @@ class CheckpointedCall:
                 raise UsageError(
                     f"{self._name} cannot be checkpointed: its forward changes an argument of type "
                     f"{type(each).__name__}. The recomputation would start from the changed object. Do not "
-                    "pass such an argument. In transformers, set model.config.use_cache = False."
+                    "pass such an argument. In transformers, pass use_cache=False to the model."
                 )
         changed = [index for index, each in enumerate(leaves) if tensor_version(each) != versions[index]]
         if changed:

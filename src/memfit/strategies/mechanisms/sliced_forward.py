@@ -12,8 +12,8 @@ same terms, added in another order. A dropped slice is a checkpointed call of th
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -33,6 +33,7 @@ from memfit.strategies.mechanisms.forward_side_effects import (
     ADVICE,
     expect_no_forward_hooks,
     package_of_hook,
+    without_cache,
 )
 from memfit.strategies.mechanisms.independent_samples import (
     ModelFailsError,
@@ -248,7 +249,7 @@ class SlicedForward(WrappedForward):
         """Run the forward on a slice: contiguous, as recurrent layers on a GPU need their state."""
         if self.around.dim or any(self._dims.values()):
             args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
-        with _without_cache(self.module):
+        with without_cache(self.module):
             return self.__wrapped__(*args, **kwargs)
 
     def _samples(self, call: dict[Any, Any]) -> int:
@@ -271,10 +272,16 @@ class SlicedForward(WrappedForward):
                     f"batch_slices: the model is passed a {type(each).__name__} without a row for each "
                     f"sample, and memfit cannot divide that. {ADVICE}"
                 )
-            if isinstance(each, tuple | list | Mapping) and tensors_in_object(each):
+            if _is_list_of_tensors(each):
+                with suppress(UsageError):  # states are no samples
+                    return self._splitter.size(
+                        {key: other for key, other in call.items() if _is_list_of_tensors(other)}
+                    )
                 return self._splitter.size({name: each})
+        held = [f", but a {type(each).__name__} of some" for each in call.values() if tensors_in_object(each)]
         raise UsageError(
-            f"batch_slices: the model is passed no tensor, and memfit cannot divide its arguments. {ADVICE}"
+            f"batch_slices: the model is passed no tensor{''.join(held[:1])}, and memfit cannot divide its "
+            f"arguments. Pass tensors, or tuples, lists and dicts of them. {ADVICE}"
         )
 
     def _arguments(
@@ -295,6 +302,10 @@ class SlicedForward(WrappedForward):
             )
 
         return {name: exchange(name, argument) for name, argument in call.items()}
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    return isinstance(value, tuple | list | Mapping) and bool(tensors_in_object(value))
 
 
 def _expect_same_arguments(outputs: Any, call: Mapping[Any, Any]) -> None:
@@ -343,23 +354,6 @@ def _refuse_compiler() -> None:
 def _is_capturing() -> bool:
     """Return whether a CUDA graph is captured, in which no value can be read."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _without_cache(module: nn.Module) -> Iterator[None]:
-    """Have a model of transformers return no keys and values for later tokens, which cannot be joined.
-
-    So does transformers itself, if it checkpoints.
-    """
-    config: Any = getattr(module, "config", None)
-    if getattr(config, "use_cache", None) is not True:
-        yield
-        return
-    config.use_cache = False
-    try:
-        yield
-    finally:
-        config.use_cache = True
 
 
 def _other_dimensions(call: Mapping[Any, Any], samples: int, usual: int) -> dict[Any, int]:
