@@ -115,7 +115,7 @@ def test_a_setting_that_does_not_exist_is_named(tmp_path):
     script, wrong = tmp_path / "train.py", tmp_path / "wrong.json"
     script.write_text(textwrap.dedent(SCRIPT))
     wrong.write_text('{"plan": {"batch_slices": {"cnt": 2}}}')
-    done = memfit("dry-run", "--plan", wrong, script)
+    done = run_python("-m", "memfit", "dry-run", "--plan", wrong, script)  # before PyTorch is imported
     assert done.returncode == 3
     assert "'cnt' is not a field of batch_slices. Nearest: count" in done.stderr
     assert "Traceback" not in done.stderr
