@@ -11,7 +11,7 @@ Global variables and files are out of sight.
 import gc
 import inspect
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from typing import Any, Self
@@ -223,7 +223,9 @@ def without_cache(module: nn.Module) -> Iterator[None]:
     So does transformers itself, if it checkpoints.
     """
     found = (vars(each).get("config") for each in module.modules())  # of T5's decoder, its own
-    configs = {id(each): each for each in found if getattr(each, "use_cache", None) is True}.values()
+    configs: Iterable[Any] = {
+        id(each): each for each in found if getattr(each, "use_cache", None) is True
+    }.values()
     for each in configs:
         each.use_cache = False
     try:
