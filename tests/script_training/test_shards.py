@@ -52,6 +52,9 @@ SCRIPT = """
         optimizer.load_state_dict(saved["optimizer"])
         torch.save(saved, "out/copy.tmp")
         os.replace("out/copy.tmp", "out/copy.pt")
+        again = torch.optim.AdamW(model.parameters(), 1e-2)
+        again.load_state_dict(optimizer.state_dict())
+        optimizer = again
 """
 
 
@@ -149,10 +152,16 @@ CHANGED = """
     weight, x = model[0].weight, torch.randn(8, 4)
     first, second = weight.detach()[0], weight.detach()[1]
     for _ in range(3):
-        optimizer.zero_grad()
+        with torch.no_grad():
+            model(x)
+            weight[0].mul_(0.9)
+            model[2].bias.clamp_(-0.2, 0.2)
         far = sum((each - old).square().sum() for each, old in zip(model.parameters(), start))
         decay = sum(each.abs().sum() for each in model.parameters())
-        (model(x).square().sum() + far + 0.01 * decay).backward()
+        loss = model(x).square().sum() + far + 0.01 * decay
+        model.zero_grad()
+        loss.backward()
+        weight.grad = weight.grad * 0.5
         optimizer.step()
         with torch.no_grad():
             weight[3].mul_(0.5)
@@ -165,6 +174,8 @@ CHANGED = """
             for row in model[2].weight:
                 row.div_(row.norm().clamp(min=1.0))
             model[2].bias.unbind()[1].neg_()
+            model[0].bias.data = torch.linspace(-1, 1, 5).to("cuda")
+            model[2].weight.data = model[2].weight.data.clamp(-0.4, 0.4)
             optimizer.state[weight]["exp_avg"][4].zero_()
             torch._foreach_lerp_([*average.parameters()][:2], [*model.parameters()][:2], 0.1)
             for old, new in list(zip(average.parameters(), model.parameters()))[2:]:
@@ -213,7 +224,7 @@ JOIN = 'torch.distributed.init_process_group("gloo")'
         (
             "import nn",
             f"import nn; {JOIN}",
-            "the script joins a process group itself, and Sequential is in no",
+            "joins a process group itself, and Sequential is in no",
         ),
         (
             "model(x).sum().backward()",
@@ -305,9 +316,10 @@ def test_a_step_may_leave_parameters_out_if_the_plan_says_so(train_on, plan_file
             "0.1); torch.mul(model[0].weight, 2.0, out=model[0].weight[0])",
             "mul would change a part of",
         ),
+        ("0.1)", "0.1); model[0].weight.unfold(0, 2, 1)", "the script calls unfold on a sharded parameter"),
         ("optimizer =", "model.scale = nn.Parameter(torch.ones(())); optimizer =", "number, such as scale."),
     ],
-    ids=["copy", "out", "scalar"],
+    ids=["copy", "out", "unfold", "scalar"],
 )
 def test_what_shards_cannot_do_is_refused_by_name(train_on, plan_file, before, after, says):
     assert before in STEP

@@ -150,7 +150,7 @@ class ShardingInjector:
         else:
             if self._sharding.split_batch is not False:
                 self._norms += batch_norms_in_training(model)
-            sharded = apply(model, replace(self._plan, sharding=replace(self._sharding, split_batch=None)))
+            sharded = apply(model, replace(self._plan, sharding=self._without_split()))
             if self._sharding.split_batch is not False:
                 reduction = None if self._sharding.mode == "fsdp2" else Reduction()
                 wrap_forward(model, replace(self._share, reduction=reduction), ForwardOfRank)
@@ -166,6 +166,19 @@ class ShardingInjector:
                 self._shards[parameter] = after[name]
                 self._bytes_before += sizes[name]
         self._models.append(weakref.ref(model))
+
+    def _without_split(self) -> Sharding:
+        """Return how a model is sharded whose batches are split here.
+
+        Between its calls it holds shards: the script would read and change gathered parameters in vain.
+        """
+        fsdp2 = self._sharding.mode == "fsdp2"
+        if fsdp2 and self._sharding.reshard_after_forward not in (None, True):
+            raise UsageError(
+                "sharding: with reshard_after_forward=False, what the script changes of the model between "
+                "its calls would be lost. Leave it out."
+            )
+        return replace(self._sharding, split_batch=None, reshard_after_forward=fsdp2 or None)
 
     def of_shards(self, parameters: list[Any]) -> list[Any]:
         """Return an optimizer's listed parameters with shards in place of what was sharded."""
@@ -215,8 +228,9 @@ class ShardingInjector:
             )
         if dist.is_initialized() and not self._joined:
             raise UsageError(
-                f"the script joins a process group itself, and {name} is in no DistributedDataParallel when "
-                "its optimizer is created. memfit does not know how its ranks share gradients."
+                f"the script, or a trainer that it uses, joins a process group itself, and {name} is in no "
+                "DistributedDataParallel when its optimizer is created. memfit does not know how its ranks "
+                "share gradients. Trainers (transformers, Lightning, Accelerate) have options for shards."
             )
         on_gpu = torch.cuda.is_available()
         if on_gpu and any(parameter.device.type != "cuda" for parameter in model.parameters()):

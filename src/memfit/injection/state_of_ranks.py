@@ -4,7 +4,7 @@
     weight[0].mul_(0.5)            fsdp2: every rank changes the whole tensor, and keeps its shard
     average.lerp_(weight, 0.1)     fsdp2: of a plain tensor and a shard, the whole
     torch.save(state)              shards are gathered one by one, on all ranks; rank 0 writes one file
-    optimizer.state_dict()         zero1: rank 0 gets the state of all ranks
+    optimizer.state_dict()         zero1: rank 0 gets the state of all ranks, the others their own
     load_state_dict(state)         fsdp2: each rank takes its shards of whole tensors
 
 The file has plain tensors on the CPU, and loads without ranks.
@@ -20,6 +20,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from memfit.errors import UsageError
 from memfit.patching.installed_hooks import InstalledHooks
@@ -38,6 +39,7 @@ _WRITES = (
     *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
 )
 _ROWS = ("unbind", "__iter__")
+_UNSHARDABLE = ("redistribut", "sharding strategy", "Sharding propagation")  # in what DTensor raises
 _PROPERTIES = ("__get__", "__set__", "__delete__")
 _DTENSOR = Patch(
     "torch.distributed.tensor:DTensor",
@@ -62,7 +64,10 @@ def _on_shards(
     with torch._C.DisableTorchFunctionSubclass():
         if name in _ROWS and isinstance(args[0], DTensor):
             return _rows(name, *args, **kwargs)
+        if name == "__set__" and isinstance(args[0], DTensor) and isinstance(args[1], torch.Tensor):
+            return _assign(function, *args)
         is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        is_write = is_write and bool(args)  # functions of nn.init have keywords, and write themselves
         if is_write and isinstance(args[0], DTensor):
             return _write(function, name, args, kwargs)
         written = [*(args[0] if is_write and isinstance(args[0], list | tuple) else ()), kwargs.get("out")]
@@ -73,7 +78,15 @@ def _on_shards(
         mixed = _is_mixed((args, *kwargs.values())) or (is_write and isinstance(args[0], torch.Tensor))
         if name in _READS or (mixed and name not in _PROPERTIES):
             args, kwargs = _gathered(args), {key: _gathered(each) for key, each in kwargs.items()}
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if not any(each in str(error) for each in _UNSHARDABLE):
+                raise
+            raise UsageError(
+                f"sharding: the script calls {name} on a sharded parameter, which PyTorch's DTensor does not "
+                "do. Call it on parameter.full_tensor() to read it, or use zero1 or ddp."
+            ) from error
 
 
 _ADVICE = "Change it with tensor[...] = value or a method of the part, such as mul_; or use zero1 or ddp."
@@ -99,6 +112,17 @@ def _write(function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[s
     if seen is not None:
         seen.copy_(part)
     return target if result is part else result
+
+
+def _assign(function: Callable[..., Any], own: Any, value: torch.Tensor) -> None:
+    """Assign a whole tensor, or a sharded one, to ``own.data`` or ``own.grad``."""
+    shard: Any = _shard_like(own, value)
+    if function != torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+        function(own, shard)
+        return
+    if not isinstance(shard, DTensor) or shard.placements != own.placements:
+        raise UsageError(f"sharding: the script assigns data of another shape to a sharded tensor. {_ADVICE}")
+    own.detach().to_local().copy_(shard.to_local())
 
 
 def _rows(name: str, tensor: DTensor, dim: int = 0) -> Any:
@@ -213,8 +237,16 @@ def _is(one: Any, other: Any) -> bool:
 
 
 def _whole_state_dict(original: Callable[..., Any], optimizer: Any) -> Any:
-    """Return the state of all ranks on rank 0, which saves it, and no state on the others."""
+    """Return the state of all ranks on rank 0, which saves it; on the others their own, to load again."""
     optimizer.consolidate_state_dict(to=0)
     if optimizer.rank == 0:
         return original(optimizer)
-    return {"state": {}, "param_groups": copy.copy(optimizer.param_groups)}
+    found = torch.optim.Optimizer.state_dict(optimizer)
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    own = {
+        index: optimizer.optim.state[each]
+        for index, each in enumerate(parameters)
+        if each in optimizer.optim.state
+    }
+    found["state"] = tree_map_only(torch.Tensor, lambda each: each.to("cpu", copy=True), own)  # as on rank 0
+    return found

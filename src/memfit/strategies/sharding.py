@@ -66,7 +66,8 @@ class Sharding:
     blocks that the model repeats. What remains is a group of its own."""
     reshard_after_forward: bool | int | None = None
     """fsdp2: whether parameters are freed after forward and gathered again in backward; a number keeps them
-    sharded over so many ranks. None: in all groups but the last, which backward needs at once."""
+    sharded over so many ranks. None: in all groups but the last, which backward needs at once; in that too
+    with ``split_batch``, because a loop for one process reads and changes the model between its calls."""
     param_dtype: Dtype | None = None
     """fsdp2, as in MixedPrecisionPolicy: in which parameters are gathered and computed with. Their shards,
     which the optimizer updates, keep their own."""
@@ -186,13 +187,17 @@ class Sharding:
         )
         policies: dict[str, Any] = {
             "mesh": self._mesh(model, size),
-            "reshard_after_forward": self.reshard_after_forward,
+            "reshard_after_forward": True if self._keeps_shards else self.reshard_after_forward,
             "offload_policy": offloaded if self.offload else OffloadPolicy(),
         }
         for module in reversed(parts.values()):  # the innermost first
             fully_shard(module, mp_policy=precision, **policies)
         results = replace(precision, output_dtype=_torch_dtype(self.output_dtype))
         fully_shard(model, mp_policy=results, **policies)
+
+    @property
+    def _keeps_shards(self) -> bool:
+        return bool(self.split_batch) and self.reshard_after_forward is None
 
     def _mesh(self, model: nn.Module, size: int) -> "DeviceMesh":
         from torch.distributed.device_mesh import init_device_mesh
