@@ -174,6 +174,7 @@ CHANGED = """
             for row in model[2].weight:
                 row.div_(row.norm().clamp(min=1.0))
             model[2].bias.unbind()[1].neg_()
+            nn.init.constant_(model[2].bias, 0.3)
             model[0].bias.data = torch.linspace(-1, 1, 5).to("cuda")
             model[2].weight.data = model[2].weight.data.clamp(-0.4, 0.4)
             optimizer.state[weight]["exp_avg"][4].zero_()
@@ -325,6 +326,13 @@ def test_what_shards_cannot_do_is_refused_by_name(train_on, plan_file, before, a
     assert before in STEP
     first, second = train_on(2, STEP.replace(before, after), plan_file({"sharding": {"mode": "fsdp2"}}))
     assert says in first.err
+    assert (first.code, first.out, second.code) == (3, "", 3), first.err
+
+
+def test_groups_that_stay_gathered_after_a_forward_are_refused(train_on, plan_file):
+    plan = plan_file({"sharding": {"mode": "fsdp2", "reshard_after_forward": False}})
+    first, second = train_on(2, STEP, plan)
+    assert "what the script changes of the model between its calls would be lost" in first.err
     assert (first.code, first.out, second.code) == (3, "", 3), first.err
 
 

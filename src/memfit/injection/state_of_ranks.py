@@ -67,7 +67,7 @@ def _on_shards(
         if name == "__set__" and isinstance(args[0], DTensor) and isinstance(args[1], torch.Tensor):
             return _assign(function, *args)
         is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        is_write = is_write and bool(args)  # functions of nn.init have keywords, and write themselves
+        is_write &= bool(args)  # functions of nn.init have keywords, and write themselves
         if is_write and isinstance(args[0], DTensor):
             return _write(function, name, args, kwargs)
         written = [*(args[0] if is_write and isinstance(args[0], list | tuple) else ()), kwargs.get("out")]

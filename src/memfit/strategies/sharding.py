@@ -185,19 +185,18 @@ class Sharding:
             reduce_dtype=_torch_dtype(self.reduce_dtype),
             cast_forward_inputs=self.cast_forward_inputs,
         )
+        reshards = self.reshard_after_forward
+        if reshards is None and self.split_batch:
+            reshards = True
         policies: dict[str, Any] = {
             "mesh": self._mesh(model, size),
-            "reshard_after_forward": True if self._keeps_shards else self.reshard_after_forward,
+            "reshard_after_forward": reshards,
             "offload_policy": offloaded if self.offload else OffloadPolicy(),
         }
         for module in reversed(parts.values()):  # the innermost first
             fully_shard(module, mp_policy=precision, **policies)
         results = replace(precision, output_dtype=_torch_dtype(self.output_dtype))
         fully_shard(model, mp_policy=results, **policies)
-
-    @property
-    def _keeps_shards(self) -> bool:
-        return bool(self.split_batch) and self.reshard_after_forward is None
 
     def _mesh(self, model: nn.Module, size: int) -> "DeviceMesh":
         from torch.distributed.device_mesh import init_device_mesh
