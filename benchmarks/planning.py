@@ -12,9 +12,16 @@ floor of another budget's answer. By default, the scripts are examples and those
 Times memfit plan on scripts of another repository, each in its own folder, beside memfit dry-run right before
 it. Budgets are shares of all that a script needs. Checked: a plan, or that no plan fits, takes at most 3
 times the dry run and 20 s.
+
+    python benchmarks/planning.py --before CHECKOUT [--budgets 0.8,0.6,0.4] ["SCRIPT ARGUMENTS" ...]
+
+Compares with the plans of another version of memfit, in a checkout of it. Checked: with the loop changed, a
+step takes no longer than then; without a change of the loop, no longer than under the fastest plan of then
+that needs none.
 """
 
 import functools
+import math
 import shlex
 import sys
 import time
@@ -28,6 +35,7 @@ from memfit.records import ScriptPlan
 from memfit.report.terminal.script_plan import plan_changes_in_words
 
 EXAMPLES = "gpt", "resnet50", "vit_l16", "unet", "lstm", "retinanet", "amp_gradscaler", "hf_trainer"
+BUDGETS = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2"
 NETWORKS = "gpt", "resnet50", "unet", "vit", "lstm", "gpt-dropout"
 SCRIPTS = (
     *(f"examples/{name}.py" for name in EXAMPLES),
@@ -42,9 +50,10 @@ def main() -> None:
     parser.add_argument("scripts", nargs="*", default=SCRIPTS)
     parser.add_argument("--budgets")
     parser.add_argument("--checkout", type=Path)
+    parser.add_argument("--before", type=Path)
     options = parser.parse_args()
     budgets = options.budgets or (
-        "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2" if options.checkout is None else "0.7,0.45"
+        "0.7,0.45" if options.checkout else "0.8,0.6,0.4" if options.before else BUDGETS
     )
     shares = [float(share) for share in budgets.split(",")]
     if options.checkout is not None:
@@ -54,6 +63,11 @@ def main() -> None:
             not times(options.checkout, script, share) for script in options.scripts for share in shares
         ]
         sys.exit(any(missed))
+    if options.before is not None:
+        columns = "script", "budget", "then, loop changed", "now", "then, as it is", "now", "worse"
+        print(table_head(columns, "lrrrrrl"))
+        worse = [not as_good(options.before, script, share) for script in options.scripts for share in shares]
+        sys.exit(any(worse))
     print(table_head(("script", "budget", "needs", "time", "bound", "runs", "seconds", "plan"), "lrrrrrrl"))
     broken = [fault for script in options.scripts for fault in rows(script, shares)]
     for fault in broken:
@@ -137,6 +151,34 @@ def times(checkout: Path, command: str, share: float) -> bool:
     of = f"{share:.0%} of {dry_run['needs']['bytes'] / GIB:.2f} GiB"
     print(table_line((name, of, *times, answered(found), "yes" if within else "no")), flush=True)
     return within
+
+
+def as_good(before: Path, command: str, share: float) -> bool:
+    """Print the times of plans then and now, and return whether none is longer than then."""
+    script, *arguments = command.split()
+    context = 512 << 20  # of the default card
+    written = memfit_json("dry-run", str(ROOT / script), *arguments)[0]["needs"]["bytes"]
+    budget = int(share * (written - context)) + context
+
+    def plan(source: Path, *options: str) -> dict:
+        command = ("plan", "--budget", f"{budget}B", *options, str(ROOT / script), *arguments)
+        found, done = memfit_json(*command, environment={"PYTHONPATH": str(source.resolve() / "src")})
+        return found if found is not None else sys.exit(done.stderr)
+
+    then, now = plan(before), plan(ROOT)
+    whole = plan(before, "--bitwise") if then["micro_batches"] else then
+    changed = min(time_of(found) for found in (now, now["in_loop"]) if found is not None)
+    by_hand = now["micro_batches"] is not None and not now["micro_batches"]["by_option"]
+    times = time_of(then), changed, time_of(whole), math.inf if by_hand else time_of(now)
+    worse = times[1] > times[0] + 0.001 or times[3] > times[2] + 0.001
+    cells = f"{budget / GIB:.2f} GiB", *(f"{time:.3f}" for time in times), "worse" if worse else ""
+    print(table_line((" ".join((Path(script).stem, *arguments)), *cells)), flush=True)
+    return not worse
+
+
+def time_of(found: dict) -> float:
+    """Return the time of a plan's JSON, infinite if there is no plan."""
+    return math.inf if found["time"] is None else found["time"]
 
 
 def timed(path: Path, arguments: list[str], *command: str) -> tuple[dict, float]:

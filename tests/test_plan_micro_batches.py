@@ -150,7 +150,7 @@ def test_advice_does_not_divide_batches_whose_size_cuts_a_corpus(tmp_path):
     assert [piece["changes"] for piece in answer["advice"] if "micro" in str(piece["changes"])] == []
     assert "batch size 32 instead of 64" in str(answer["advice"])
     (why,) = (each for each in answer["advice_remarks"] if each.startswith("Batches are not divided"))
-    assert "the parts of a batch have other rows than the whole batch" in why
+    assert "with a smaller batch size, the script makes other rows" in why
 
 
 def test_advice_assumes_that_batches_made_on_the_gpu_can_be_divided(tmp_path):
@@ -197,7 +197,7 @@ def test_the_models_call_divides_batches_whose_size_decides_their_rows(tmp_path)
     assert "Model" in str(found["models"])
     assert (found["in_loop"], found["micro_batches"]) == (None, None)
     assert [run["micro_batches"] for run in found["tried"] if run["micro_batches"]] == []
-    assert "the parts of a batch have other rows than the whole batch" in found["undivided"]
+    assert "with a smaller batch size, the script makes other rows" in found["undivided"]
     under = memfit("dry-run", "--memory", "760MiB", "--plan", plan, "--json", "-", script, *words)
     figures = json.loads(under.stdout)
     assert (figures["verdict"], figures["peak"]["allocated"]) == ("fits", found["allocated"])

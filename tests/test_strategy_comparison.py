@@ -182,6 +182,7 @@ def test_rows_are_chosen_by_their_names_and_by_groups_of_them(compare):
     ):
         compare(lambda *_: run_of(100), nproc=1, rows=["bf17"])
     assert len(compare.made) == len(rows)
+    assert list(compare(lambda *_: run_of(100), nproc=1, rows=["as written"])[1]) == ["as written"]
 
 
 def test_a_script_that_computes_in_half_precision_itself_gets_no_other(compare):

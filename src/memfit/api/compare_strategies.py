@@ -163,8 +163,8 @@ def _expect_known(rows: Iterable[str], known: Iterable[StrategyCombination]) -> 
     Raises:
         UsageError: there are not.
     """
-    listed = [one for one in known if one.group]
-    groups, names = dict.fromkeys(one.group for one in listed), [one.name for one in listed]
+    known = list(known)
+    groups, names = dict.fromkeys(one.group for one in known if one.group), [one.name for one in known]
     for name in rows:
         if name not in groups and name not in names:
             raise UsageError(

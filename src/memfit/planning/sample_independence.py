@@ -319,8 +319,8 @@ def compare_step_inputs(whole: StepInputs, parts: StepInputs, count: int) -> Sam
     if passes and all(len(one[0]) == count * len(smaller[0]) for one, smaller in passes):
         return SampleComparison(assumed=_OTHER_CONTENTS)
     return SampleComparison(
-        "the parts of a batch have other rows than the whole batch: the script makes them in another way if "
-        f"its batch size is smaller (seen in {_dtype_and_shape(other)})"
+        "with a smaller batch size, the script makes other rows: its smaller batches are not parts of the "
+        f"batches as written (seen in {_dtype_and_shape(other)})"
     )
 
 
