@@ -105,9 +105,9 @@ class BatchDivisionsToTry:
         found: PlanRun,
         bases: list[CheckpointingBase],
         ran: Sequence[PlanRun],
-        search: Callable[[list[CheckpointingBase]], object],
-    ) -> PlanRun:
-        """Return the fastest plan that fits and leaves the loop as it is; ``found`` if there is none.
+        search: Callable[[list[CheckpointingBase]], PlanRun | None],
+    ) -> PlanRun | None:
+        """Return the fastest plan that fits and leaves the loop as it is, if there is one.
 
         Args:
             found: the fastest plan that fits.
@@ -136,7 +136,8 @@ class BatchDivisionsToTry:
                 search([base])
                 self._runs.budget = budget
                 chosen = fastest()
-        return chosen
+        self._runs.chosen = None if is_made_by_loop(chosen.change) else chosen
+        return search([base for base in bases if base.change.parts == 1])
 
     def try_in_loop(self, chosen: PlanRun, bases: Sequence[CheckpointingBase]) -> None:
         """Run smaller micro-batches until some fit, where the loop would save far more time than memfit can.

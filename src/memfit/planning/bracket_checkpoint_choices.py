@@ -85,6 +85,10 @@ class CheckpointChoiceBracket:
         """Return the bytes of the process that a choice is predicted to need."""
         return choice.peak + self._besides
 
+    def may_fit(self, choice: CheckpointChoice) -> bool:
+        """Return whether a choice is predicted to fit, or no run has shown how far predictions are off."""
+        return not self._ran or self.needs(choice) <= self._runs.budget
+
     def add(self, choice: CheckpointChoice, run: PlanRun) -> None:
         """Add a run under a choice."""
         self._found_for, self._ran_for = None, self._runs.budget

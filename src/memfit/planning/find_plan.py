@@ -236,9 +236,11 @@ class _OperationSearch(PlanSearch):
         chosen: PlanRun | None = found
         if is_made_by_loop(found.change):
             self._in_loop = None if self._divisions.only_in_model else self._divisions.made_by_loop(found)
-            best = self._divisions.leave_loop(found, bases, self._ran, self._search)
-            self._runs.chosen = None if is_made_by_loop(best.change) else best
-            chosen = self._search([base for base in bases if base.change.parts == 1])
+            chosen = self._divisions.leave_loop(found, bases, self._ran, self._search)
+            if chosen is None:  # no other optimizer was worth a run: the plan with another loop is faster
+                bases = bases + self._search_roots(self._bases.roots_with_other_optimizers())
+                found = self._runs.chosen or found
+                chosen = self._divisions.leave_loop(found, bases, self._ran, self._search)
             if chosen is None or chosen.time > self._allowed.slowdown:
                 chosen = self._in_loop or chosen
         if chosen is None:
@@ -274,8 +276,7 @@ class _OperationSearch(PlanSearch):
         """Return the fastest plan that fits the whole budget, if one does; search bases once more for it."""
         if self._runs.budget == self._budget:
             return None
-        self._runs.budget = self._budget
-        self._divisions.left = []
+        self._runs.budget, self._divisions.left = self._budget, []
         self._runs.chosen = min(filter(self._runs.fits, self._ran), key=lambda run: run.time, default=None)
         return self._search(bases) if bases else self._runs.chosen
 
@@ -290,13 +291,12 @@ class _OperationSearch(PlanSearch):
             worth = [each for each in bases if best is None or self._may_be_taken(each)]
             worth = list(filter(self._may_fit, worth))
             found = [] if self._refusal else [each for base in worth if (each := self._proposal(base))]
-            fits = [each for each in found if each[0].bracket.needs(each[1]) <= self._runs.budget]
+            fits = [each for each in found if each[0].bracket.may_fit(each[1])]
             likely = min(fits, key=lambda each: self._time(*each), default=None)
             times = [run.time for run in fitting] + [self._time(*each) for each in fits]
-            last = bases[-1]
-            pays = last.run.time < min(times, default=float("inf")) - WORTH
-            if self._divisions.left and last.update.needs.bytes <= self._budget and pays:
-                bases.extend(self._divisions.make(bases[0], last))
+            pays = bases[-1].run.time < min(times, default=float("inf")) - WORTH
+            if self._divisions.left and bases[-1].update.needs.bytes <= self._budget and pays:
+                bases.extend(self._divisions.make(bases[0], bases[-1]))
                 continue
             smallest = min(found, key=lambda each: each[0].bracket.needs(each[1]), default=None)
             if likely is not None and (best is None or self._time(*likely) < best.time - WORTH):

@@ -303,7 +303,9 @@ def _times(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
         bound = f"; no plan {kind} takes less than {result.bound:.3f}" if result.bound else ""
         yield f"Time: {chosen.time:.3f} times the script as written{bound} (assumed: {result.rule})."
     if result.in_loop is not None and result.in_loop.time < chosen.time:
-        yield f"With changes of the training loop instead, {result.in_loop.time:.3f} times:"
+        changes = plan_changes_in_words(result.in_loop)
+        rest = f": {changes}. Change the loop, and plan again for the rest" if "," in changes else ""
+        yield f"With changes of the training loop instead, {result.in_loop.time:.3f} times{rest}:"
         yield from _divided_batches(result.in_loop)
 
 
