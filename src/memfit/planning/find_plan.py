@@ -237,7 +237,8 @@ class _OperationSearch(PlanSearch):
         if is_made_by_loop(found.change):
             self._in_loop = None if self._divisions.only_in_model else self._divisions.made_by_loop(found)
             chosen = self._divisions.leave_loop(found, bases, self._ran, self._search)
-            if chosen is None:  # no other optimizer was worth a run: the plan with another loop is faster
+            tried = any("optimizer_state" in base.change.plan for base in bases)
+            if chosen is None and not tried:  # none was worth a run: the plan with another loop is faster
                 bases = bases + self._search_roots(self._bases.roots_with_other_optimizers())
                 found = self._runs.chosen or found
                 chosen = self._divisions.leave_loop(found, bases, self._ran, self._search)
@@ -263,7 +264,7 @@ class _OperationSearch(PlanSearch):
         """Return a plan that fits, if one does, of bases in which recomputation alone is not enough."""
         self._divisions.left = []
         found = self._search(bases)
-        if found is not None or self._is_exhausted:
+        if found is not None or self._runs.count >= _MOST_RUNS:
             return found
         least = min(bases, key=lambda base: base.bracket.least_needs)
         if not self._refusal and self._may_be_smallest(least):  # to say what is needed
@@ -286,7 +287,7 @@ class _OperationSearch(PlanSearch):
             fitting = [run for run in (self._runs.chosen, *map(self._best, bases)) if run is not None]
             best = min(fitting, key=lambda run: run.time, default=None)
             self._offer()
-            if self._is_exhausted:
+            if self._runs.count >= _MOST_RUNS:
                 return best
             worth = [each for each in bases if best is None or self._may_be_taken(each)]
             worth = list(filter(self._may_fit, worth))
@@ -305,10 +306,6 @@ class _OperationSearch(PlanSearch):
                 self._try(*smallest)
             else:
                 return best
-
-    @property
-    def _is_exhausted(self) -> bool:
-        return self._runs.count >= _MOST_RUNS
 
     def _may_fit(self, base: CheckpointingBase) -> bool:
         """Return whether a base may fit, whatever is recomputed in it."""
@@ -356,7 +353,7 @@ class _OperationSearch(PlanSearch):
     def _try_every_block(self, bases: list[CheckpointingBase]) -> None:
         """Checkpoint every block where the model predicts that nothing can fit: it may predict too much."""
         may_fit = [base for base in bases if self._may_fit(base)]
-        left = self._runs.chosen is None and not self._is_exhausted
+        left = self._runs.chosen is None and self._runs.count < _MOST_RUNS
         if left and may_fit and not any(base.bracket.has_run for base in bases):
             self._runs.chosen = self._every_block(may_fit)
 
