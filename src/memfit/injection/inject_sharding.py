@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.errors import UsageError
+from memfit.injection.route_through_ddp import route_through_ddp
 from memfit.injection.state_of_ranks import install_state_of_ranks, take_shards_when_loading
 from memfit.injection.what_ranks_share import WhatRanksShare
 from memfit.patching.installed_hooks import InstalledHooks
@@ -53,10 +54,6 @@ _NEGLIGIBLE = 0.01
 _NAMED = 3
 """Parameters that a reason names."""
 _LINKS = {"DistributedDataParallel": "DistributedDataParallel", "FullyShardedDataParallel": "FSDP"}
-
-
-_UNFINISHED = "Expected to have finished reduction in the prior iteration"
-"""What DistributedDataParallel says then (torch/csrc/distributed/c10d/reducer.cpp, PyTorch 2.14.1)."""
 
 
 class ShardingInjector:
@@ -101,7 +98,7 @@ class ShardingInjector:
         hooks.wrap(_DDP, "__init__", self._wrapped)
         install_state_of_ranks(hooks)
         hooks.wrap(_AUTOGRAD, "grad", self._grad)
-        hooks.on_removal(register_optimizer_step_pre_hook(self._check_hooks).remove)
+        hooks.on_removal(register_optimizer_step_pre_hook(self._check_parameters).remove)
         if self._sharding.mode == "zero1":
             hooks.replace(_OPTIMIZER, "__new__", lambda _: staticmethod(self._new_optimizer))
         if self._sharding.mode == "fsdp2":
@@ -159,7 +156,7 @@ class ShardingInjector:
             take_shards_when_loading(model)
             self._refuse_copies(model)
             if isinstance(sharded, DistributedDataParallel) and sharded is not model:
-                self._route(model, sharded)
+                route_through_ddp(model, sharded, self._in_another_ddp, self._end, self._sharding.mode)
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if after[name] is not parameter and parameter not in self._shards:
@@ -240,35 +237,12 @@ class ShardingInjector:
             )
         return None
 
-    def _route(self, model: nn.Module, sharded: DistributedDataParallel) -> None:
-        """Have calls of a model go through its DistributedDataParallel.
-
-        ``_compiled_call_impl`` is where PyTorch keeps another way to call a module: copies and pickles of the
-        module do not have it (torch/nn/modules/module.py, 2.14.1).
-        """
-        own = model._compiled_call_impl or model._call_impl
-        inside = False
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal inside
-            if inside:
-                return own(*args, **kwargs)
-            inside = True
-            try:
-                return sharded(*args, **kwargs)
-            except RuntimeError as error:
-                if _UNFINISHED in str(error):
-                    self._end(
-                        f"sharding: a step used not all parameters of {class_name(model)}, and "
-                        "DistributedDataParallel waits for the gradient of each. Write "
-                        f'"sharding": {{"mode": "{self._sharding.mode}", "find_unused_parameters": true}} in '
-                        "the plan."
-                    )
-                raise
-            finally:
-                inside = False
-
-        model.__dict__["_compiled_call_impl"] = call  # torch.compile's wrapper passes attributes on
+    def _in_another_ddp(self, model: nn.Module) -> nn.Module:
+        self._creating = True
+        try:
+            return self._without_split().shard(model)
+        finally:
+            self._creating = False
 
     def _refuse_copies(self, model: nn.Module) -> None:
         """Refuse copies of what fully_shard has changed."""
@@ -288,7 +262,7 @@ class ShardingInjector:
     def _wrapped(
         self, original: Callable[..., None], wrapper: Any, module: nn.Module, *args: Any, **kw: Any
     ) -> None:
-        if self.has(module):
+        if self.has(module) and not self._creating:
             self._refuse(
                 f"the script itself trains {class_name(module)} in a DistributedDataParallel, created after "
                 "its optimizer."
@@ -337,8 +311,14 @@ class ShardingInjector:
             )
         return original(outputs, inputs, *args, **kwargs)
 
-    def _check_hooks(self, *_: Any) -> None:
-        """Refuse hooks on parameters: they would see gradients before the ranks have reduced them."""
+    def _check_parameters(self, *_: Any) -> None:
+        """Refuse parameters that fsdp2 has not sharded, and hooks, which see gradients before all others."""
+        whole = [each for each in self._parameters() if not isinstance(each, DTensor)]
+        if whole and self._sharding.mode == "fsdp2":
+            self._end(
+                f"sharding: {self._name_of(whole[0])} came into the model after its first optimizer was "
+                "created, which is when fsdp2 shards it. Create the optimizer later, or use ddp or zero1."
+            )
         if self._hooked or any(each._backward_hooks for each in self._parameters()):
             self._end(
                 "sharding: the script has registered a hook on a parameter, which would change the gradient "
