@@ -195,6 +195,41 @@ def test_what_a_loop_changes_of_a_row_and_averages_is_as_in_one_process(train_on
     assert trained[0].out == alone.stdout
 
 
+UNFROZEN = """
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to("cuda")
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad], 0.1)
+    for step in range(8):
+        if step == 2:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.05})
+        if step == 4:
+            model[2] = nn.Linear(5, 2).to("cuda")
+            optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        if step == 6:
+            model.append(nn.Linear(2, 2).to("cuda"))
+            optimizer.add_param_group({"params": model[3].parameters()})
+        loss = model(torch.randn(8, 4)).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.4f}", [f"{each.detach().sum():.4f}" for each in model.parameters()])
+"""
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+def test_what_a_loop_unfreezes_replaces_and_adds_is_reduced(train_on, plan_file, tmp_path, mode):
+    (tmp_path / "alone.py").write_text(textwrap.dedent(UNFROZEN).replace('"cuda"', '"cpu"'))
+    alone = run_python("alone.py", cwd=tmp_path)
+    assert len(alone.stdout.splitlines()) == 8, alone.stderr
+    trained = train_on(2, UNFROZEN, plan_file({"sharding": {"mode": mode}}))
+    assert [each.code for each in trained] == [0, 0], trained[0].err
+    assert trained[0].out == alone.stdout
+
+
 STEP = """
     import os, torch
     from torch import nn
@@ -249,10 +284,29 @@ JOIN = 'torch.distributed.init_process_group("gloo")'
             "",
         ),
         ("nn.Linear(4, 4))", "nn.Softmax(0))", "sharding: the model combines samples with each other"),
+        (
+            "nn.Linear(4, 4))",
+            "nn.Linear(4, 4)); model.forward = lambda x: model[1](x)[:, : 1 + int(os.environ['RANK'])]",
+            "rank 1 has another value of output shape 1 than rank 0. The ranks' outputs cannot be joined",
+        ),
+        (
+            "model(x).sum()",
+            "late, whole = [], model[1].forward; "
+            "model[1].forward = lambda x: whole(x)[:, len(late) * (os.environ['RANK'] == '0') :]; "
+            "model(x); late.append(1); model(x).sum()",
+            "the model returns [[1, 3]] for each sample of this rank, and [[1, 4]] before",
+        ),
     ],
     ids=[
         *("batch", "gradient", "submodules", "own group", "two backwards", "autograd.grad"),
-        *("hook on a parameter", "no refusal", "an unused model", "samples meet"),
+        *(
+            "hook on a parameter",
+            "no refusal",
+            "an unused model",
+            "samples meet",
+            "output shapes",
+            "later shapes",
+        ),
     ],
 )
 def test_ranks_that_would_not_train_as_one_process_stop_before_the_first_step(
@@ -319,8 +373,13 @@ def test_a_step_may_leave_parameters_out_if_the_plan_says_so(train_on, plan_file
         ),
         ("0.1)", "0.1); model[0].weight.unfold(0, 2, 1)", "the script calls unfold on a sharded parameter"),
         ("optimizer =", "model.scale = nn.Parameter(torch.ones(())); optimizer =", "number, such as scale."),
+        (
+            "0.1)",
+            "0.1); model[1] = nn.Linear(4, 2).to('cuda'); torch.optim.SGD(model.parameters(), 0.1)",
+            "sharding: 1.weight came into the model after its first optimizer was created",
+        ),
     ],
-    ids=["copy", "out", "unfold", "scalar"],
+    ids=["copy", "out", "unfold", "scalar", "new parameters"],
 )
 def test_what_shards_cannot_do_is_refused_by_name(train_on, plan_file, before, after, says):
     assert before in STEP

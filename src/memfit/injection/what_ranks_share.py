@@ -35,7 +35,7 @@ class WhatRanksShare:
         seed_generators(int(self._store.get(name)) + own * self._rank)
 
     def difference(self, name: str, value: Any) -> str:
-        """Return why the ranks cannot train together, if what each has differs; empty if not, or not asked.
+        """Return which rank has something else than the first; empty if none has, or if that is not asked.
 
         Args:
             name: of what it is.
@@ -49,11 +49,7 @@ class WhatRanksShare:
         own, *others = (json.loads(self._store.get(f"{prefix}/{rank}")) for rank in range(self._ranks))
         for rank, other in enumerate(others, 1):
             if not _are_close(own, other):
-                return (
-                    f"rank {rank} has another value of {name} than rank 0. Each rank runs the script, and "
-                    "must draw the same data: seed the generators that the script creates itself, and let "
-                    "nothing depend on the time, the rank or the order of a set."
-                )
+                return f"rank {rank} has another value of {name} than rank 0."
         return ""
 
 

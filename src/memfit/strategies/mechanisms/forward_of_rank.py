@@ -19,12 +19,12 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.independent_samples import numbers_among
-from memfit.strategies.mechanisms.join_outputs import SamplesInOutput
+from memfit.strategies.mechanisms.join_outputs import DIM_ADVICE, Layout, SamplesInOutput
 from memfit.strategies.mechanisms.loss_divisor import IN_LOOP, LossRule, SumOfSlices
 from memfit.strategies.mechanisms.numbers_of_forward import Number, numbers_of_forward
 from memfit.strategies.mechanisms.sliced_forward import SlicedForward, expect_not_compiled
@@ -32,6 +32,14 @@ from memfit.strategies.mechanisms.split_batch import even_micro_batch_sizes
 
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Its name up to PyTorch 2.13 is the latter."""
+
+_DRAW_ALIKE = (
+    "Each rank runs the script, and must draw the same data: seed the generators that the script creates "
+    "itself, and let nothing depend on the time, the rank or the order of a set."
+)
+_PAD_ALIKE = (
+    "The ranks' outputs cannot be joined: pad them to one length (total_length of pad_packed_sequence)."
+)
 
 
 @dataclass(slots=True)
@@ -53,7 +61,7 @@ class ShareOfRank:
     """Called with the reason if they cannot be divided, before the error is raised."""
 
     difference: Callable[[str, Any], str] = lambda *_: ""
-    """Returns why ranks cannot train together, if what each must have alike differs; its name comes first."""
+    """Returns which rank differs, if what each must have alike does; its name comes first."""
     dim: int = 0
     """The dimension of the model's inputs along which samples lie."""
     reduction: Reduction | None = None
@@ -77,19 +85,24 @@ class ShareOfRank:
             raise UsageError(why)
         torch.autograd.Variable._execution_engine.queue_callback(self.reduction.finish)
 
-    def expect_same(self, name: str, value: Any) -> None:
+    def expect_same(self, name: str, value: Any, advice: str = _DRAW_ALIKE) -> None:
         """Check that the ranks have something alike.
 
         Raises:
-            UsageError: they do not.
+            UsageError: they do not; the message ends with the advice.
         """
         if why := self.difference(name, value):
-            self.refuse(why)
-            raise UsageError(why)
+            self.refuse(f"{why} {advice}")
+            raise UsageError(f"{why} {advice}")
 
 
 class ForwardOfRank(SlicedForward):
     """The forward of a model that computes the rank's share of each batch; ``around``: a ``ShareOfRank``."""
+
+    def __init__(self, module: nn.Module, around: ShareOfRank, inner: Callable[..., Any] | None) -> None:
+        super().__init__(module, around, inner)
+        self._shapes: dict[Any, Any] = {}
+        """Of the outputs of each sample, by the kind of call and the shapes of inputs and parameters."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward on this rank's share, if a backward may follow and each rank gets a sample.
@@ -105,6 +118,7 @@ class ForwardOfRank(SlicedForward):
             return self._share(forward, args, kwargs)
         except UsageError as error:  # of the mechanism that batch slices use as well
             why = str(error).replace("batch_slices", "sharding").replace("slice", "share")
+            why = why.replace(DIM_ADVICE, "put them there (batch_first=True)")
             self.around.refuse(why)
             raise UsageError(why) from error
 
@@ -129,10 +143,12 @@ class ForwardOfRank(SlicedForward):
                 "sharding: the model returns differently built outputs for its share of a batch and for two "
                 "samples. Return the same for every batch."
             )
+        places = self._layouts[spec]
+        self._expect_same_shapes(passed, (own_args, own_kwargs), leaves, places, sizes[rank])
         share = _Share(sizes, rank, self.around)
         if self.around.reduction is not None:
             self.around.reduction.is_done = False
-        for index, place in enumerate(self._layouts[spec]):
+        for index, place in enumerate(places):
             leaf = leaves[index]
             if place is not None:
                 leaves[index] = share.gathered(leaf, place)
@@ -143,6 +159,31 @@ class ForwardOfRank(SlicedForward):
         output = tree_unflatten(leaves, spec)
         self._expect_numbers(output, factors, passed, as_passed, samples, len(args))
         return output
+
+    def _expect_same_shapes(
+        self, passed: Any, own: Any, leaves: list[Any], places: Layout, samples: int
+    ) -> None:
+        """Check that the ranks' outputs can be joined: all ranks compare those of a new kind of call.
+
+        Raises:
+            UsageError: they cannot.
+        """
+        inputs = (each.shape[1:] for each in tree_leaves(own) if isinstance(each, torch.Tensor))
+        kind = (passed, *inputs, None, *(each.shape for each in self.module.parameters()))
+        shapes = []
+        for leaf, place in zip(leaves, places, strict=True):
+            if place is not None:
+                shapes.append([*leaf.shape])
+                shapes[-1][place.dim] //= samples
+        before = self._shapes.setdefault(kind, shapes)
+        if before is shapes:
+            alike = [torch.tensor(each, device="cpu") for each in shapes]
+            self.around.expect_same(f"output shape {len(self._shapes)}", alike, _PAD_ALIKE)
+        elif before != shapes:
+            raise UsageError(
+                f"sharding: the model returns {shapes} for each sample of this rank, and {before} before, "
+                f"for inputs of the same shape. {_PAD_ALIKE}"
+            )
 
     def _rule(self, *given: Any) -> tuple[LossRule | None, list[float]]:
         with _evaluating_batch_norms(self.module):

@@ -25,7 +25,7 @@ from memfit.strategies.mechanisms.constant_draws import ConstantDraws, seed_shuf
 from memfit.strategies.mechanisms.forward_side_effects import ADVICE, SideEffects
 from memfit.strategies.mechanisms.in_place_gradient_accumulation import autocast_dtype, autocast_to
 from memfit.strategies.mechanisms.inspect_tensors import leaves_beside, tensors_in_object
-from memfit.strategies.mechanisms.join_outputs import OutputLayouts, SamplesInOutput
+from memfit.strategies.mechanisms.join_outputs import DIM_ADVICE, OutputLayouts, SamplesInOutput
 from memfit.strategies.mechanisms.loss_divisor import LossRule
 from memfit.strategies.mechanisms.numbers_of_forward import numbers_of_forward
 from memfit.strategies.mechanisms.slice_parameters import (
@@ -294,7 +294,7 @@ def _expect_equal_values(
             raise UsageError(
                 f"batch_slices: the model combines samples with each other: what it returns for {many} "
                 f"of the batch differs from what it returns for each {one}, {extent}. "
-                "If samples do not lie along dimension 0 of its inputs, pass dim=...; if the forward draws "
+                f"If samples do not lie along dimension 0 of its inputs, {DIM_ADVICE}; if the forward draws "
                 "from NumPy's or Python's generator, draw from PyTorch's; otherwise, leave out batch_slices."
             )
     layouts[spec] = tuple(known)

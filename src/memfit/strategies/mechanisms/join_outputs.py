@@ -21,6 +21,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from memfit.errors import UsageError
 
+DIM_ADVICE = 'pass dim=1 ("dim": 1 in a plan)'
+"""What to do where samples lie along the second dimension."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplesInOutput:
@@ -180,7 +183,7 @@ def samples_dimension(first: torch.Tensor, other: torch.Tensor, samples: int, ot
         raise UsageError(
             f"batch_slices: for {others} samples the model returns a tensor ({shape}, "
             f"{str(other.dtype).removeprefix('torch.')}) that has no row for each of them. If samples do not "
-            "lie along dimension 0 of its inputs, pass dim=...; otherwise it combines samples with each "
+            f"lie along dimension 0 of its inputs, {DIM_ADVICE}; otherwise it combines samples with each "
             "other, and slices of a batch would give another result: leave out batch_slices."
         )
     return varying[0]
