@@ -291,9 +291,11 @@ JOIN = 'torch.distributed.init_process_group("gloo")'
         ),
         (
             "model(x).sum()",
-            "late, whole = [], model[1].forward; "
-            "model[1].forward = lambda x: whole(x)[:, len(late) * (os.environ['RANK'] == '0') :]; "
-            "model(x); late.append(1); model(x).sum()",
+            (
+                "late, whole = [], model[1].forward; "
+                "model[1].forward = lambda x: whole(x)[:, len(late) * (os.environ['RANK'] == '0') :]; "
+                "model(x); late.append(1); model(x).sum()"
+            ),
             "the model returns [[1, 3]] for each sample of this rank, and [[1, 4]] before",
         ),
     ],
