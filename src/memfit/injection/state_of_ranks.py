@@ -41,6 +41,11 @@ _WRITES = (
 _ROWS = ("unbind", "__iter__")
 _UNSHARDABLE = ("redistribut", "sharding strategy", "Sharding propagation")  # in what DTensor raises
 _PROPERTIES = ("__get__", "__set__", "__delete__")
+_PENALTIES = (
+    *("pow", "__pow__", "square", "abs", "sum"),
+    *("mul", "__mul__", "__rmul__", "sub", "__sub__", "__rsub__"),
+)
+"""Of parameters, with a new result. Where ranks have no rows, DTensor gives their gradients another shape."""
 _DTENSOR = Patch(
     "torch.distributed.tensor:DTensor",
     "__torch_function__",
@@ -76,6 +81,7 @@ def _on_shards(
                 f"sharding: {name} would change a part of a sharded tensor, and loses it. {_ADVICE}"
             )
         mixed = _is_mixed((args, *kwargs.values())) or (is_write and isinstance(args[0], torch.Tensor))
+        mixed |= name in _PENALTIES and any(map(_leaves_ranks_empty, args))
         if name in _READS or (mixed and name not in _PROPERTIES):
             args, kwargs = _gathered(args), {key: _gathered(each) for key, each in kwargs.items()}
         try:
@@ -146,6 +152,10 @@ def _is_mixed(value: Any) -> bool:
         return any(map(_is_mixed, value))
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     return is_plain and (value.numel() != 1 or value.requires_grad)
+
+
+def _leaves_ranks_empty(value: Any) -> bool:
+    return isinstance(value, DTensor) and value.dim() > 0 and value.size(0) < value.device_mesh.size()
 
 
 def _gathered(value: Any) -> Any:
