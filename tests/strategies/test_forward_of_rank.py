@@ -28,7 +28,7 @@ def test_what_cannot_be_divided_is_refused_on_every_rank(two_ranks):
     assert one.keys() == other.keys()
     for name, says in {
         "mixes samples": "sharding: the model combines samples with each other",
-        "no batch": "sharding: the model is passed a Tensor without a row for each sample",
+        "no batch": "sharding: Linear is passed a Tensor without a row for each sample",
         "two means": "sharding: the model's loss adds means over different numbers of elements",
         "a count": "sharding: the model returns a number, or multiplies or divides its loss by one, that it",
         "second derivative": "sharding: a second derivative (create_graph=True) needs the graphs of all",
