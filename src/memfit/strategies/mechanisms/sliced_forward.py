@@ -268,9 +268,9 @@ class SlicedForward(WrappedForward):
             if isinstance(each, torch.Tensor) and each.dim() and not each.is_nested:
                 return each.size(0)
             if isinstance(each, torch.Tensor | PackedSequence):
-                name = type(self.module).__name__.removeprefix("FSDP")  # which fully_shard puts before
+                model = type(self.module).__name__.removeprefix("FSDP")  # which fully_shard puts before
                 raise UsageError(
-                    f"batch_slices: {name} is passed a {type(each).__name__} without a row for each sample, "
+                    f"batch_slices: {model} is passed a {type(each).__name__} without a row for each sample, "
                     f"and memfit cannot divide that. {ADVICE}"
                 )
             if _is_list_of_tensors(each):
