@@ -195,7 +195,7 @@ def test_a_model_without_the_plan_stops_the_script_before_its_first_step(
     ("on", "kept", "missing"),
     [
         ("cpu", 1, ""),  # its attention has another kernel, and a model may run more beside it on a GPU
-        ("cpu", 2, "aten.addmm.default:2"),
+        pytest.param("cpu", 2, "aten.addmm.default:2", marks=pytest.mark.slow),
         ("ghost", 1, "aten._scaled_dot_product_efficient_attention.default:0, aten.relu.default:7"),
     ],
 )
@@ -236,9 +236,16 @@ SECOND = (
     [
         ("Linear(4, 4))", "BatchNorm1d(4))", "batch_slices: 0 is a BatchNorm1d in"),
         ("print(", "model.compile(backend='eager'); print(", "batch_slices: the script compiles the model"),
-        ("model(", "torch.jit.script(model)(", "torch.jit.script of a Sequential, whose forward"),
-        ("print(", HOOK, "batch_slices: 0 has a forward hook, <lambda> at "),
-        (".sum().backward()", SECOND, "batch_slices: a second derivative"),
+        pytest.param(
+            *("model(", "torch.jit.script(model)(", "torch.jit.script of a Sequential, whose forward"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("print(", HOOK, "batch_slices: 0 has a forward hook, <lambda> at "), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(".sum().backward()", SECOND, "batch_slices: a second derivative"), marks=pytest.mark.slow
+        ),
     ],
     ids=["batch norm", "compile", "script", "hook", "backward"],
 )
@@ -313,7 +320,7 @@ def test_a_model_that_was_left_out_when_the_plan_was_made_does_not_stop_the_scri
     assert "NOT APPLIED" not in trained.err
 
 
-@pytest.mark.parametrize("as_far", [False, True])
+@pytest.mark.parametrize("as_far", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_script_whose_models_no_optimizer_took_does_not_exit_with_0(train, plan_file, as_far):
     trained = train("import torch\nprint('ends')", plan_file({"checkpointing": {}}), as_far=as_far)
     assert (trained.code, trained.out) == (3, "ends\n")

@@ -80,7 +80,10 @@ def gap(one, other):
 
 @pytest.mark.parametrize(
     ("mode", "ranks"),
-    list(itertools.product(["ddp", "zero1", "fsdp2"], [2, 4])),
+    [
+        pytest.param(mode, ranks, marks=[pytest.mark.slow] * ((mode, ranks) in [("ddp", 4), ("zero1", 4)]))
+        for mode, ranks in itertools.product(["ddp", "zero1", "fsdp2"], [2, 4])
+    ],
 )
 def test_losses_gradients_and_the_saved_state_are_those_of_one_process(
     train_on, plan_file, tmp_path, alone, mode, ranks
