@@ -111,6 +111,8 @@ UNFROZEN = """
         if step == 2:
             model[0].requires_grad_(True)
             optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.05})
+        if step == 3:
+            model[2].requires_grad_(False)
         if step == 4:
             model[2] = nn.Linear(5, 2).to("cuda")
             optimizer = torch.optim.Adam(model.parameters(), 0.1)

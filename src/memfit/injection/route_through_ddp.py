@@ -1,7 +1,7 @@
 """Have calls of a model go through a DistributedDataParallel that the script does not see.
 
-It reduces the gradients that the model's parameters needed when it was created. Where the script unfreezes a
-layer later, or replaces one, another takes its place.
+It reduces the gradients that the model's parameters needed when it was created, and waits for each. Where the
+script freezes, unfreezes or replaces a layer later, another takes its place.
 """
 
 from collections.abc import Callable
@@ -42,9 +42,10 @@ def route_through_ddp(
         nonlocal inside, sharded, reduced
         if inside:
             return own(*args, **kwargs)
-        if torch.is_grad_enabled() and _has_others(model, reduced):
+        needed = _needing_gradients(model) if torch.is_grad_enabled() else {}
+        if needed and needed.keys() != reduced.keys():
             sharded._remove_autograd_hooks()
-            sharded, reduced = again(model), _needing_gradients(model)
+            sharded, reduced = again(model), needed
         inside = True
         try:
             return sharded(*args, **kwargs)
@@ -64,9 +65,3 @@ def route_through_ddp(
 
 def _needing_gradients(model: nn.Module) -> dict[int, nn.Parameter]:
     return {id(each): each for each in model.parameters() if each.requires_grad}
-
-
-def _has_others(model: nn.Module, reduced: dict[int, nn.Parameter]) -> bool:
-    """Return whether a model needs gradients that are not reduced, or has lost parameters whose were."""
-    needed = _needing_gradients(model)
-    return bool(needed) and not (needed.keys() <= reduced.keys() <= set(map(id, model.parameters())))
