@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.injection.inject_sharding import ShardingInjector
+from memfit.injection.route_through_ddp import route_through_ddp
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision
 from memfit.strategies.sharding import Sharding
@@ -70,10 +71,10 @@ def test_a_model_that_moves_to_the_gpu_later_is_refused(injector, monkeypatch):
     assert not dist.is_initialized()
 
 
-def test_calls_of_a_model_go_through_its_wrapper_once_and_copies_do_not(injector):
+def test_calls_of_a_model_go_through_its_wrapper_once_and_copies_do_not():
     import copy
 
-    one, model = injector("ddp"), nn.Sequential(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2))
     calls = []
 
     class Wrapper(nn.Module):
@@ -81,7 +82,7 @@ def test_calls_of_a_model_go_through_its_wrapper_once_and_copies_do_not(injector
             calls.append(x)
             return model(x)
 
-    one._route(model, Wrapper())
+    route_through_ddp(model, Wrapper(), Wrapper, pytest.fail, "ddp")
     x, copied = torch.ones(1, 2), copy.deepcopy(model)
     assert torch.equal(model(x), model.forward(x))
     assert len(calls) == 1
