@@ -312,14 +312,15 @@ class ShardingInjector:
         return original(outputs, inputs, *args, **kwargs)
 
     def _check_parameters(self, *_: Any) -> None:
-        """Refuse parameters that fsdp2 has not sharded, and hooks, which see gradients before all others."""
-        whole = [each for each in self._parameters() if not isinstance(each, DTensor)]
-        if whole and self._sharding.mode == "fsdp2":
+        """Refuse parameters that fsdp2 has not sharded, and hooks, whose gradients are not reduced yet."""
+        parameters = [*self._parameters()]
+        whole = next((each for each in parameters if not isinstance(each, DTensor)), None)
+        if whole is not None and self._sharding.mode == "fsdp2":
             self._end(
-                f"sharding: {self._name_of(whole[0])} came into the model after its first optimizer was "
+                f"sharding: {self._name_of(whole)} came into the model after its first optimizer was "
                 "created, which is when fsdp2 shards it. Create the optimizer later, or use ddp or zero1."
             )
-        if self._hooked or any(each._backward_hooks for each in self._parameters()):
+        if self._hooked or any(each._backward_hooks for each in parameters):
             self._end(
                 "sharding: the script has registered a hook on a parameter, which would change the gradient "
                 "of a rank's share. Change parameter.grad between backward and the optimizer's step."
