@@ -194,7 +194,8 @@ class GhostRuntime:
 
         Args:
             name: "used", "used_peak", "capacity" (bytes); "mallocs", "frees", "maps", "launches",
-                "copies", "library_calls", "cudnn_calls". For any other name, the result is 0.
+                "copies", "library_calls", "cudnn_calls", "waits" (of the host for the device), "replays"
+                (of CUDA graphs). For any other name, the result is 0.
 
         """
         return int(self._library.ghost_counter(name.encode()))

@@ -49,6 +49,7 @@ from memfit.recording.optimizer_accessors import parameters_of
 from memfit.recording.parameter_copies import ParameterCopies
 from memfit.recording.run_stage_marks import RunStageMarker
 from memfit.recording.training_steps import TrainingStepTracker
+from memfit.recording.whole_step_recorder import WholeStepRecorder
 from memfit.records import DeviceUse, Events, MarkKind, Note, Phase, Provenance, ScriptEnd, Trace
 from memfit.trace.pytorch_history_to_columns import distinct_pools_of_history, history_columns
 from memfit.trace.snapshot import segments_at_end
@@ -110,6 +111,7 @@ class Recorder:
             on_change=on_change,
             end_now=end_now,
         )
+        self._step = ghost and WholeStepRecorder(ghost, self.book)
         self.stages = RunStageMarker(
             self.book, self.steps, wanted=steps is None and not live, labelled=labels
         )
@@ -147,6 +149,8 @@ class Recorder:
         mark_memory_calls(self._hooks, self.book)
         if not self._live:  # a live run must not pay for snapshots, and needs its workspaces at the end
             record_released_workspaces(self._hooks, self.book, self._history, self._owners)
+        if self._step:
+            self._step.install(self._hooks)
 
     def _on_cuda_initialised(self) -> None:
         if self._hooks.removed or (self._live and not self._with_labels):
@@ -301,12 +305,11 @@ class Recorder:
             statistics=statistics,
             versions=versions,
             command=command,
-            notes=tuple(
-                replace(note, activations=note.workspaces and saved) for note in self._notes.values()
-            ),
+            notes=tuple(replace(each, activations=each.workspaces and saved) for each in self._notes.values()),
             pools=distinct_pools_of_history(history, snapshot["segments"]),
             tensors=tensors,
             unpinned=self._owners.host.peak,
+            step=self._step and self._step.step(),
         )
 
     def _mark_workspaces(self, events: Events, serials: npt.NDArray[np.int32]) -> bool:
@@ -317,10 +320,8 @@ class Recorder:
         missed, saved = mark_workspace_allocations(events, serials, self._ghost.workspace_uses(), reported)
         mark_failed_workspace_allocations(events, serials, reported, self._ghost.plans_without_workspace())
         if missed:
-            text = (
-                "library workspaces were not found in the allocator history, so they count as other memory."
-            )
-            self.note(Provenance.ASSUMED, f"{missed} {text}", sizes=True)
+            text = f"{missed} library workspaces, not found in the history, count as other memory."
+            self.note(Provenance.ASSUMED, text, sizes=True)
         return len(saved) > 0
 
     def _inspect_objects(self) -> None:
@@ -380,11 +381,8 @@ class Recorder:
 
     def _statistics(self, index: int) -> dict[str, int]:
         """Return the allocator's statistics; those of a live run without peaks, which cover all of it."""
-        return {
-            name: value
-            for name, value in torch.cuda.memory_stats(index).items()
-            if isinstance(value, int) and not (self._live and name.endswith(".peak"))
-        }
+        counted = {name: each for name, each in torch.cuda.memory_stats(index).items() if isinstance(each, int)}
+        return {name: each for name, each in counted.items() if not (self._live and name.endswith(".peak"))}
 
     def remove(self) -> None:
         """Stop watching, and leave PyTorch as it was before."""

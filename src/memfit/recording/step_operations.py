@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from memfit.random_state import torch_generator_positions
 from memfit.recording.operation_interception import OperationInterceptionMode
+from memfit.recording.operation_of_call import operation_of_call, plain_tensors, tensors_among
 from memfit.recording.tensor_storage import storage_of
 from memfit.records.step_operations import ModuleCall, Operation, StepOperations
 
-_SUM = 2
 _RANDOM = torch.Tag.nondeterministic_seeded
 LeftStorages = Mapping[int, weakref.ref[torch.UntypedStorage]]
 """By address: storages that a step has made of its samples, and that outlive it."""
@@ -153,31 +152,24 @@ class StepOperationRecorder:
         began = time.process_time()
         result = operation(*args, **kwargs)
         seconds = time.process_time() - began
-        tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        passed = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        reads = self._storages.of(passed)
+        reads = self._storages.of(tensors_among((args, kwargs)))
         known = set(reads)
-        results = self._storages.of(tensors)
-        formula = flop_registry.get(operation._overloadpacket)
+        results = self._storages.of(tensors_among(result))
         in_backward = _in_backward()
         (self._backward if in_backward else self._forward).append(
-            Operation(
-                name=str(operation),
+            operation_of_call(
+                operation,
+                args,
+                kwargs,
+                result,
                 call=self._open[-1] if self._open and not in_backward else -1,
                 source=self._source() if in_backward else -1,
                 reads=reads,
                 creates=tuple(each for each in results if each not in known),
                 writes=tuple(known.intersection(results)) if operation._schema.is_mutable else (),
-                flops=formula(*args, **kwargs, out_val=result) if formula is not None else 0,
-                moved=sum(each.numel() * each.element_size() for each in (*passed, *tensors)),
-                dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
                 random=random and drawn != torch_generator_positions(),
                 seconds=seconds,
                 allocated=self._memory.highest(),
-                sums=_sums(operation, args, kwargs),
-                factor=_factor(operation, args),
-                mixed=_mixed_sizes(operation, args, kwargs),
-                single=len(tensors) == 1 and tensors[0].numel() == 1,
             )
         )
         if not in_backward:
@@ -234,7 +226,7 @@ class _Storages:
                 self._number(storage_of(each))
                 for leaf in leaves
                 if isinstance(leaf, torch.Tensor)
-                for each in _plain(leaf)
+                for each in plain_tensors(leaf)
             )
         )
 
@@ -286,38 +278,6 @@ class _AllocatedBytes:
         return int(stats["allocated_bytes"]["all"][moment])
 
 
-def _sums(operation: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation is a loss with ``reduction="sum"``, which is 2 for PyTorch's operations."""
-    place = _place_of(operation, "reduction")
-    given = args[place] if 0 <= place < len(args) else kwargs.get("reduction")
-    return place >= 0 and given == _SUM
-
-
-def _factor(operation: Any, args: Any) -> float:
-    """Return the number by which an operation multiplies a tensor; 1 if it does not."""
-    name = operation._overloadpacket.__name__.rstrip("_")
-    number = next((each for each in args[1:2] if isinstance(each, int | float) and each), 1)
-    return float(number) if name == "mul" else 1 / number if name == "div" else 1.0
-
-
-@functools.cache
-def _place_of(operation: Any, *names: str) -> int:
-    """Return the position of an operation's first argument with one of some names; -1 if there is none."""
-    arguments = operation._schema.arguments
-    return next((place for place, argument in enumerate(arguments) if argument.name in names), -1)
-
-
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a tensor, or those inside of a wrapper such as a DTensor."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            part = getattr(tensor, name)
-            if isinstance(part, torch.Tensor):  # a DTensor has its device mesh among them
-                yield from _plain(part)
-    elif tensor.layout is torch.strided:
-        yield tensor
-
-
 def _is_count(passed: object) -> bool:
     """Return whether something that a module is passed is one integer."""
     return isinstance(passed, torch.Tensor) and passed.numel() == 1 and not passed.is_floating_point()
@@ -325,69 +285,3 @@ def _is_count(passed: object) -> bool:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-_Sizes = Callable[[tuple[Any, ...]], tuple[int, ...]]
-
-
-def _mixed_sizes(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the sizes along which an operation combines elements although its results keep them, if known.
-
-    Where such a size depends on the batch, samples are combined: nn.Transformer attends along the first
-    dimension by default, and so along the samples of a batch that comes first.
-
-    >>> _mixed_sizes(torch.ops.aten._softmax.default, (torch.ones(3, 5), 1, False), {})
-    (5,)
-    """
-    name = operation._overloadpacket.__name__
-    if name not in _ALONG_DIMENSIONS:
-        sizes = _SIZES.get(name)
-        return () if sizes is None else sizes(args)
-    place = _place_of(operation, "dim", "dims")
-    if place < 0 or not args[0].ndim:
-        return ()
-    argument = operation._schema.arguments[place]
-    given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
-    some = [given] if isinstance(given, int) else given or range(args[0].ndim)
-    return tuple(args[0].shape[each] for each in some)
-
-
-def _last_of(count: int) -> _Sizes:
-    """Of operations over the last dimensions of a tensor."""
-    return lambda args: tuple(args[0].shape[-count:])
-
-
-def _attended(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Of query and key: (batch, heads, sequence, width)."""
-    return (*args[0].shape[2:], args[1].shape[2])
-
-
-def _attended_first(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Of query and key: (batch, sequence, heads, width)."""
-    return (args[0].shape[1], args[1].shape[1])
-
-
-_ALONG_DIMENSIONS = {
-    *("_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"),
-    *("sort", "argsort", "topk", "flip", "roll"),
-}
-_SIZES: dict[str, _Sizes] = {
-    **dict.fromkeys(
-        ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"), _attended
-    ),
-    **dict.fromkeys(
-        ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable"), _attended
-    ),
-    "_scaled_dot_product_flash_attention_for_cpu": _attended,
-    **dict.fromkeys(("_flash_attention_forward", "_efficient_attention_forward"), _attended_first),
-    "convolution": lambda args: tuple(args[0].shape[1:]),
-    "native_layer_norm": lambda args: tuple(args[1]),
-    "_fused_rms_norm": lambda args: tuple(args[1]),
-    "native_group_norm": lambda args: (args[4], args[5]),
-    # Source: _cudnn_rnn and mkldnn_rnn_layer in aten/src/ATen/native/native_functions.yaml, PyTorch 2.14.1.
-    "_cudnn_rnn": lambda args: (args[0].shape[int(bool(args[10]))],),
-    "mkldnn_rnn_layer": lambda args: (args[0].shape[int(bool(args[14]))],),
-    **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"), _last_of(2)),
-    **dict.fromkeys(("upsample_nearest2d", "upsample_bilinear2d"), _last_of(2)),
-}
-"""By other operations: the sizes, from their arguments."""

@@ -74,6 +74,7 @@ from memfit.records.step_operations import (
     LEAST_RECOMPUTED,
     InputTensor,
     ModuleCall,
+    Operand,
     Operation,
     OperationCounts,
     StepInputs,
@@ -110,3 +111,4 @@ from memfit.records.verification import (
     Verification,
     VerificationVerdict,
 )
+from memfit.records.whole_step import WholeStep

@@ -1,6 +1,7 @@
 """One training step, operation by operation: what a planner needs to know about it."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 LEAST_RECOMPUTED = 1 << 14
 """Bytes: where tensors are recomputed one by one, smaller results are kept."""
@@ -35,6 +36,17 @@ class StepInputs:
     """Of the first tensors that the model was passed in the recorded step."""
     random: bool = False
     """Whether the GPU drew random numbers in the recorded step outside of the model's calls."""
+
+
+class Operand(NamedTuple):
+    """A tensor that an operation is passed, or returns."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """``float32``."""
+    layout: str = ""
+    """Empty if its elements are in order; ``transposed`` if they are with the last two dimensions swapped;
+    ``expanded`` if some are repeated; ``permuted`` if they are dense in another order; else ``strided``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,19 @@ class Operation:
     sequences of an attention, the classes of a softmax, the time of a recurrent network."""
     single: bool = False
     """Whether its result is one number. Its storage may be larger: that of a GPU's ``mse_loss`` has terms."""
+    operands: tuple[Operand, ...] = ()
+    """Its tensor arguments, those in lists included; unknown, and so empty, for a kernel of a compiled graph,
+    as are the next fields."""
+    results: tuple[Operand, ...] = ()
+    """None for an operation that changes lists of tensors in place."""
+    is_causal: bool = False
+    """Whether it is an attention to earlier positions only."""
+    launches: int = 0
+    """Kernels and library calls that it issued, as the ghost counted them."""
+    stream: int = 0
+    """The stream that was current."""
+    waits: bool = False
+    """Whether the host waited in it for the GPU."""
 
 
 @dataclass(frozen=True, slots=True)

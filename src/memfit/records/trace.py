@@ -16,6 +16,7 @@ from memfit.records.loader_batches_and_peaks import LoaderScan  # noqa: TC001 - 
 from memfit.records.provenance import Figure, Note, worst_provenance
 from memfit.records.script_end import ScriptEnd  # noqa: TC001 - as above
 from memfit.records.script_options import LoaderBatchSize, ScriptOption  # noqa: TC001 - as above
+from memfit.records.whole_step import WholeStep  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
     import numpy as np
@@ -317,6 +318,8 @@ class Trace:
     """What memfit made shorter than the script has it, in the order in which the script met it."""
     scans: tuple[LoaderScan, ...] = ()
     """The loaders whose batches memfit looked through, in the order in which the script first read them."""
+    step: WholeStep | None = None
+    """The second training step; None if the script made only one, or this was not recorded."""
 
 
 @dataclass(frozen=True, slots=True)

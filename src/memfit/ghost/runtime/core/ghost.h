@@ -246,7 +246,7 @@ struct device_memory {
 };
 
 struct counters {
-    uint64_t mallocs, frees, maps, launches, copies, library_calls, cudnn_calls;
+    uint64_t mallocs, frees, maps, launches, copies, library_calls, cudnn_calls, waits, replays;
 };
 
 extern struct ghost_device ghost_spec;

@@ -130,6 +130,8 @@ API uint64_t ghost_counter(const char *name)
         {"copies", ghost_counts.copies},
         {"library_calls", ghost_counts.library_calls},
         {"cudnn_calls", ghost_counts.cudnn_calls},
+        {"waits", ghost_counts.waits},
+        {"replays", ghost_counts.replays},
     };
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
         if (strcmp(known[i].name, name) == 0)

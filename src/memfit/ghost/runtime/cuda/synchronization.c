@@ -85,6 +85,7 @@ void stream_waits(const void *waiter, const void *stream, uint64_t ticket)
 
 void host_waits(const void *stream, uint64_t ticket)
 {
+    COUNT(waits);
     HOLD_LOCK;
     if (held == HOLD_UNTIL_AWAITED)
         finish(stream, ticket);
@@ -104,6 +105,7 @@ bool ticket_is_finished(const void *stream, uint64_t ticket)
 
 void synchronize_everything(void)
 {
+    COUNT(waits);
     ghost_lock();
     finish_everything();
     ghost_unlock();

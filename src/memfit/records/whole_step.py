@@ -1,0 +1,22 @@
+"""What one training step runs on the GPU, in order: what its time follows from."""
+
+from dataclasses import dataclass
+
+from memfit.records.step_operations import Operation
+
+
+@dataclass(frozen=True, slots=True)
+class WholeStep:
+    """The operations from the end of one training step to the end of the next: the update is among them."""
+
+    operations: tuple[Operation, ...]
+    """Each once, without storages: the blocks of a model run the same ones. Of a compiled graph, the kernels
+    that Inductor scheduled."""
+    order: tuple[int, ...]
+    """What ran, in this order: indices into ``operations``."""
+    labels: tuple[int, ...]
+    """For each of these, what the host was doing: indices into the trace's labels."""
+    module_calls: int = 0
+    """How many modules the host called, submodules included."""
+    replayed: bool = False
+    """Whether the script replayed a CUDA graph: its kernels are not among the operations."""
