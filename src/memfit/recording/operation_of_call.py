@@ -11,6 +11,11 @@ from torch.utils.flop_counter import flop_registry
 from memfit.records import Operand, Operation
 
 _SUM = 2
+_NOWHERE: dict[str, Any] = {
+    "call": -1, "source": -1, "reads": (), "creates": (), "writes": (), "random": False, "seconds": 0.0,
+    "allocated": 0,
+}  # fmt: skip
+"""The fields of a call of which neither module nor storages are known."""
 
 
 def operation_of_call(operation: Any, args: Any, kwargs: Any, result: Any, **more: Any) -> Operation:
@@ -32,10 +37,9 @@ def operation_of_call(operation: Any, args: Any, kwargs: Any, result: Any, **mor
     tensors = tensors_among(result)
     passed = tensors_among((args, kwargs))
     formula = flop_registry.get(operation._overloadpacket)
+    fields: dict[str, Any] = _NOWHERE | more
     return Operation(
-        **{"call": -1, "source": -1, "reads": (), "creates": (), "writes": (), "random": False}
-        | {"seconds": 0.0, "allocated": 0}
-        | more,
+        **fields,
         name=str(operation),
         flops=formula(*args, **kwargs, out_val=result) if formula is not None else 0,
         moved=sum(each.numel() * each.element_size() for each in (*passed, *tensors)),

@@ -111,7 +111,7 @@ class Recorder:
             on_change=on_change,
             end_now=end_now,
         )
-        self._step = ghost and WholeStepRecorder(ghost, self.book)
+        self._step = WholeStepRecorder(ghost, self.book) if ghost else None
         self.stages = RunStageMarker(
             self.book, self.steps, wanted=steps is None and not live, labelled=labels
         )
@@ -305,11 +305,13 @@ class Recorder:
             statistics=statistics,
             versions=versions,
             command=command,
-            notes=tuple(replace(each, activations=each.workspaces and saved) for each in self._notes.values()),
+            notes=tuple(
+                replace(each, activations=each.workspaces and saved) for each in self._notes.values()
+            ),
             pools=distinct_pools_of_history(history, snapshot["segments"]),
             tensors=tensors,
             unpinned=self._owners.host.peak,
-            step=self._step and self._step.step(),
+            step=self._step.step() if self._step else None,
         )
 
     def _mark_workspaces(self, events: Events, serials: npt.NDArray[np.int32]) -> bool:
@@ -381,7 +383,9 @@ class Recorder:
 
     def _statistics(self, index: int) -> dict[str, int]:
         """Return the allocator's statistics; those of a live run without peaks, which cover all of it."""
-        counted = {name: each for name, each in torch.cuda.memory_stats(index).items() if isinstance(each, int)}
+        counted = {
+            name: each for name, each in torch.cuda.memory_stats(index).items() if isinstance(each, int)
+        }
         return {name: each for name, each in counted.items() if not (self._live and name.endswith(".peak"))}
 
     def remove(self) -> None:
