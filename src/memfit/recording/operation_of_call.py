@@ -11,7 +11,8 @@ from torch.utils.flop_counter import flop_registry
 from memfit.records import Operand, Operation
 
 _SUM = 2
-_WITHOUT_KERNEL = ("empty", "new_empty", "_unsafe_view", "_reshape_alias")
+WITHOUT_KERNEL = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "lift")
+"""What the names of operations begin with that are no views, and run nothing on the GPU."""
 _NOWHERE: dict[str, Any] = {
     "call": -1, "source": -1, "reads": (), "creates": (), "writes": (), "random": False, "seconds": 0.0,
     "allocated": 0,
@@ -79,14 +80,14 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def _operand(tensor: torch.Tensor, *, is_on_gpu: bool) -> Operand:
     """Describe a tensor; the host's are special where the operation runs on the GPU, single numbers apart."""
     is_away = is_on_gpu and not tensor.is_cuda and tensor.ndim
-    layout = "host" if is_away else "" if tensor.is_contiguous() else _layout(tensor)
+    layout = "host" if is_away else layout_of_strides(tensor.shape, tensor.stride())
     return Operand(tuple(tensor.shape), _dtype(tensor), layout)
 
 
 @functools.cache
 def _runs_a_kernel(operation: Any) -> bool:
     name = operation._overloadpacket.__name__
-    return not (operation.is_view or name.startswith(_WITHOUT_KERNEL))
+    return not (operation.is_view or name.startswith(WITHOUT_KERNEL))
 
 
 @functools.cache
@@ -98,10 +99,19 @@ def _dtype(tensor: torch.Tensor) -> str:
     return _name_of_dtype(tensor.dtype)
 
 
-def _layout(tensor: torch.Tensor) -> str:
-    dimensions = [each for each in zip(tensor.shape, tensor.stride(), strict=True) if each[0] > 1]
+def layout_of_strides(shape: Sequence[int], strides: Sequence[int]) -> str:
+    """Return the layout of a tensor, as in ``Operand``.
+
+    >>> layout_of_strides([2, 3], [3, 1]), layout_of_strides([3, 2], [1, 3])
+    ('', 'transposed')
+    >>> layout_of_strides([2, 3], [0, 1]), layout_of_strides([2, 3], [6, 1])
+    ('expanded', 'strided')
+    """
+    dimensions = [each for each in zip(shape, strides, strict=False) if each[0] > 1]
     if any(stride == 0 for _, stride in dimensions):
         return "expanded"
+    if _are_dense(dimensions):
+        return ""
     if _are_dense([*dimensions[:-2], *dimensions[:-3:-1]]):
         return "transposed"
     return "permuted" if _are_dense(sorted(dimensions, key=lambda each: -each[1])) else "strided"
