@@ -37,8 +37,9 @@ def main():
     marks = torch.optim.SGD([next(weight for weight in model.parameters() if weight.dim() == 1)], lr=1e-6)
     tokens = torch.ones(args.batch_size, args.sequence, dtype=torch.int64, device="cuda")
 
+    options = {} if args.model == "bert-large" else {"use_cache": False}
     for _ in range(args.steps):
-        result = model(tokens)
+        result = model(tokens, **options)
         logits = result["prediction_logits" if args.model == "bert-large" else "logits"]
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)), tokens.view(-1))
         del result, logits

@@ -31,14 +31,8 @@ ADAPTERS = {
 }
 
 
-def chunked_loss(hidden, head, targets, chunks=8):
-    logits = [head(piece) for piece in hidden.chunk(chunks)]
-    pieces = zip(logits, targets.chunk(chunks))
-    return sum(F.cross_entropy(one.float(), few, reduction="sum") for one, few in pieces) / len(targets)
-
-
-def whole_loss(hidden, head, targets):
-    return F.cross_entropy(head(hidden).float(), targets)
+def summed_loss(logits, targets):
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
 def main():
@@ -72,7 +66,7 @@ def main():
         rms_norm_eps=1e-5,
         rope_parameters=rope,
         tie_word_embeddings=True,
-        use_cache=False,
+        use_cache=args.method != "full",  # transformers' default, with which layers copy keys and values
     )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
@@ -84,7 +78,7 @@ def main():
     model.train()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.1, fused=full or None)
-    loss_of = chunked_loss if args.chunked_loss else whole_loss
+    loss_of, chunks = summed_loss, 8 if args.chunked_loss else 1
     if args.checkpointing:
         for layer in model.model.layers:
             layer.forward = checkpointed(layer.forward)
@@ -99,8 +93,12 @@ def main():
         optimizer.zero_grad()
         if full:
             hidden = model.model(input_ids=tokens).last_hidden_state
-            targets = labels.roll(-1, 1).flatten()
-            loss = loss_of(hidden.flatten(0, 1), model.lm_head, targets)
+            logits = [model.lm_head(few) for few in hidden.flatten(0, 1).chunk(chunks)]
+            if chunks == 1:
+                logits = [logits[0].float()]
+            targets = labels.roll(-1, 1).flatten().chunk(chunks)
+            loss = sum(loss_of(*few) for few in zip(logits, targets)) / labels.numel()
+            del hidden, logits
         else:
             mask = torch.ones_like(tokens)
             items = mask.sum().item()
