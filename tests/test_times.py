@@ -1,4 +1,4 @@
-"""Published step times, benchmarks/times.toml: rows are complete; errors and ratios are computed as stated."""
+"""Published step times of benchmarks/times.toml: complete rows; errors and ratios computed as stated."""
 
 import importlib.util
 import sys
