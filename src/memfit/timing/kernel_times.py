@@ -1,0 +1,231 @@
+"""Seconds of an operation on a card: a roofline whose efficiency was fitted to published measurements.
+
+    records.Operation
+      |  kernel_work.py             its kind, bytes, arithmetic, sizes
+      |  kernel_formulas.py         a formula per kind, with a card's coefficients: kernel_times.toml
+    KernelTime                      seconds, how far off they may be, what they rest on
+
+Coefficients are shares of the card's rates in ``devices.toml``, and sizes: they carry over to cards that
+nobody measured. ``python benchmarks/fit_kernel_times.py`` fits them again.
+"""
+
+import functools
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from memfit.devices import Device, find_device
+from memfit.records.step_operations import Operation
+from memfit.timing.kernel_formulas import COEFFICIENTS, Coefficients, seconds_of_work
+from memfit.timing.kernel_work import KernelWork, issues_nothing, work_of
+
+
+class Basis(StrEnum):
+    """What a time rests on, most certain first."""
+
+    CARD = "fitted to measurements of this card"
+    RELATIVE = "fitted to measurements of a related card"
+    DATA_SHEET = "the card's data sheet, and assumed efficiencies"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """How long one operation takes on the card, once it has begun."""
+
+    seconds: float
+    spread: float
+    """In nine cases of ten, the real time is at most this share longer, or as many times shorter."""
+    basis: Basis
+
+
+NOTHING = KernelTime(0.0, 0.0, Basis.CARD)
+LONG = 1e-4
+"""Seconds above which a table's interval is that of long kernels."""
+_TENSOR_CORES = {"bfloat16", "float16", "tf32"}
+_STACKED = 2048
+"""Bits of a memory bus: only stacked memory (HBM) has more."""
+_GROUP_INSTRUCTIONS = {9, 10}
+"""Major compute capabilities whose matrix units need other instructions than those before and after them
+(``wgmma``, ``tcgen05``) for their full rate."""
+_HOST_SPREAD = 0.3
+"""Of copies between host and card; assumed: pinned memory gets most of the link's rate, other memory half."""
+_WITH_PRECISION = {"product", "convolution", "convolution_backward"}
+_ONE_OF_SEVERAL = {"optimizer", "pointwise", "reduction"}
+"""Kinds whose formula is of one kernel, where operations may launch several."""
+
+
+class KernelTimes:
+    """Seconds of operations on one card.
+
+    Args:
+        device: the card, from ``find_device``.
+        without_own: pretend that nobody measured this card, to see what that costs.
+
+    >>> from memfit.devices import find_device
+    >>> from memfit.records.step_operations import Operand
+    >>> square = Operand((4096, 4096), "bfloat16")
+    >>> product = Operation(
+    ...     *(
+    ...         "aten.mm.default",
+    ...         0,
+    ...         -1,
+    ...         (5, 6),
+    ...         (7,),
+    ...         (),
+    ...         2 * 4096**3,
+    ...         3 * 4096**2 * 2,
+    ...         "bfloat16",
+    ...         False,
+    ...         0.0,
+    ...         0,
+    ...     ),
+    ...     operands=(square, square),
+    ...     results=(square,),
+    ...     launches=1,
+    ... )
+    >>> time = KernelTimes(find_device("A100")).of(product)
+    >>> f"{1e3 * time.seconds:.2f} ms, {time.basis}"
+    '0.55 ms, fitted to measurements of this card'
+    """
+
+    def __init__(self, device: Device, *, without_own: bool = False) -> None:
+        self._device = device
+        self._without_own = without_own
+        self._fits: dict[str, CardFit] = {}
+
+    def of(self, operation: Operation) -> KernelTime:
+        """Return the time of an operation; of a view, and of what launches nothing, 0."""
+        if issues_nothing(operation):
+            return NOTHING
+        work = work_of(operation)
+        if work.over_link:
+            return KernelTime(work.traffic / self._device.host_bandwidth, _HOST_SPREAD, Basis.DATA_SHEET)
+        if work.kind.startswith("convolution") and self._device.fast("tf32"):
+            work = on_tensor_cores(work)
+        kind = kind_with_precision(work)
+        if kind not in self._fits:
+            self._fits[kind] = find_coefficients(kind, self._device, without_own=self._without_own)
+        fit = self._fits[kind]
+        seconds = seconds_of_work(work, self._device, fit.values)
+        if work.kind in _ONE_OF_SEVERAL:
+            seconds += fit.values["floor"] * max(operation.launches - 1, 0)
+        return KernelTime(seconds, fit.long if seconds > LONG else fit.spread, fit.basis)
+
+
+def on_tensor_cores(convolution: KernelWork) -> KernelWork:
+    """Return a convolution as cards since Ampere compute it.
+
+    float32 is TF32 by default, unlike in matrix products. Data with channels first is copied there and back.
+    """
+    dtype = "tf32" if convolution.dtype == "float32" else convolution.dtype
+    copied = 1 if convolution.channels_last else 3
+    return replace(convolution, dtype=dtype, traffic=copied * convolution.traffic)
+
+
+@dataclass(frozen=True, slots=True)
+class CardFit:
+    """Coefficients of a kind on a card."""
+
+    values: Coefficients
+    spread: float
+    """Of times computed with them, as in ``KernelTime``; ``long``: of times above ``LONG``."""
+    long: float
+    basis: Basis
+
+
+def find_coefficients(kind: str, device: Device, *, without_own: bool = False) -> CardFit:
+    """Return coefficients of a kind: the card's own, else its nearest relative's, else assumed ones.
+
+    Args:
+        kind: as ``kind_with_precision`` returns it.
+        device: the card.
+        without_own: pass over the card's own.
+    """
+    table = kernel_table()["kind"][kind]
+    cards, name = table.get("card", {}), device.name.split(":")[0]  # a slice of a card has the card's
+    if name in cards and not without_own:
+        own = cards[name]
+        return CardFit(own, own["spread"], own["long"], Basis.CARD)
+    if "like" in table:
+        like = find_coefficients(table["like"], device, without_own=without_own)
+        values = {
+            key: value * table["share"].get(key, 1.0)
+            for key, value in like.values.items()
+            if key in COEFFICIENTS
+        }
+        spread = table["spread"]
+        return CardFit(values, max(spread, like.spread), max(spread, like.long), Basis.DATA_SHEET)
+    near = nearest_relative(device, [other for other in cards if other != name], kind)
+    if near is None:
+        raise LookupError(f"No card has coefficients of {kind!r} in kernel_times.toml: add one, or `like`.")
+    spread, long = table["relative"]
+    return CardFit(cards[near], spread, long, Basis.RELATIVE)
+
+
+def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | None:
+    """Return which of some measured cards is most like a card; None if there are none.
+
+    What the table prefers comes first, then the same compute capability. Attention is next like that of cards
+    with the same instructions for matrices, everything like that of cards with the same sort of memory; then
+    the next capability counts, and the next rate.
+
+    >>> from memfit.devices import find_device
+    >>> nearest_relative(find_device("RTX 4090"), ["A100-80GB", "L40S", "T4"])
+    'L40S'
+    """
+    preferred = kernel_table().get("prefer", {}).get(device.name)
+    if preferred in names:
+        return str(preferred)
+    attention = kind.startswith(("flash", "efficient", "cudnn"))
+
+    def distance(name: str) -> tuple[float, ...]:
+        other = measured_device(name)
+        (major, minor), (its_major, its_minor) = device.compute_capability, other.compute_capability
+        return (
+            device.compute_capability != other.compute_capability,
+            attention and (major in _GROUP_INSTRUCTIONS) != (its_major in _GROUP_INSTRUCTIONS),
+            (device.memory_bus_width > _STACKED) != (other.memory_bus_width > _STACKED),
+            abs(10 * major + minor - 10 * its_major - its_minor),
+            abs(math.log(device.rate("fp16") / other.rate("fp16"))),
+        )
+
+    return min(names, key=distance, default=None)
+
+
+@functools.cache
+def kernel_table() -> Mapping[str, Any]:
+    """Return what is in ``kernel_times.toml``."""
+    return tomllib.loads(Path(__file__).with_name("kernel_times.toml").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def measured_device(name: str) -> Device:
+    """Return a card that was measured: of ``devices.toml``, or another, by its differences from one of those.
+
+    >>> measured_device("GH200").memory_bandwidth > measured_device("H100-80GB").memory_bandwidth
+    True
+    """
+    other = kernel_table()["other_card"].get(name)
+    if other is None:
+        return find_device(name)
+    figures = dict(other)
+    like = find_device(figures.pop("like"))
+    return replace(like, name=name, rates=dict(like.rates) | figures.pop("rates", {}), **figures)
+
+
+def kind_with_precision(work: KernelWork) -> str:
+    """Return the key of a kind in ``kernel_times.toml``: products differ between tensor cores and others.
+
+    >>> (
+    ...     kind_with_precision(KernelWork("product", "bfloat16", 0.0)),
+    ...     kind_with_precision(KernelWork("copy", "int8", 0.0)),
+    ... )
+    ('product_16', 'copy')
+    """
+    if work.kind not in _WITH_PRECISION:
+        return work.kind
+    return f"{work.kind}_{16 if work.dtype in _TENSOR_CORES else 32}"
