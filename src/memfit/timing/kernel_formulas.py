@@ -49,7 +49,7 @@ def seconds_of_work(work: KernelWork, device: Device, fit: Coefficients) -> floa
     if work.attention is not None:
         return attention_seconds(work, work.attention, device, fit)
     arithmetic = work.flops / (rate_of(device, work.dtype) * fit.get("arithmetic", 1.0))
-    return fit["floor"] + max(arithmetic, traffic_seconds(work.traffic, device, fit))
+    return work.steps * fit["floor"] + max(arithmetic, traffic_seconds(work.traffic, device, fit))
 
 
 def traffic_seconds(traffic: float, device: Device, fit: Coefficients) -> float:

@@ -54,6 +54,7 @@ _GROUP_INSTRUCTIONS = {9, 10}
 _HOST_SPREAD = 0.3
 """Of copies between host and card; assumed: pinned memory gets most of the link's rate, other memory half."""
 _WITH_PRECISION = {"product", "convolution", "convolution_backward"}
+_CUDNN = ("convolution", "recurrent")
 _ONE_OF_SEVERAL = {"optimizer", "pointwise", "reduction"}
 """Kinds whose formula is of one kernel, where operations may launch several."""
 
@@ -68,25 +69,8 @@ class KernelTimes:
     >>> from memfit.devices import find_device
     >>> from memfit.records.step_operations import Operand
     >>> square = Operand((4096, 4096), "bfloat16")
-    >>> product = Operation(
-    ...     *(
-    ...         "aten.mm.default",
-    ...         0,
-    ...         -1,
-    ...         (5, 6),
-    ...         (7,),
-    ...         (),
-    ...         2 * 4096**3,
-    ...         3 * 4096**2 * 2,
-    ...         "bfloat16",
-    ...         False,
-    ...         0.0,
-    ...         0,
-    ...     ),
-    ...     operands=(square, square),
-    ...     results=(square,),
-    ...     launches=1,
-    ... )
+    >>> fields = "aten.mm.default", -1, -1, (), (), (), 0, 0, "bfloat16", False, 0.0, 0
+    >>> product = Operation(*fields, operands=(square, square), results=(square,), launches=1)
     >>> time = KernelTimes(find_device("A100")).of(product)
     >>> f"{1e3 * time.seconds:.2f} ms, {time.basis}"
     '0.55 ms, fitted to measurements of this card'
@@ -96,15 +80,21 @@ class KernelTimes:
         self._device = device
         self._without_own = without_own
         self._fits: dict[str, CardFit] = {}
+        self._times: dict[tuple[object, ...], KernelTime] = {}
 
     def of(self, operation: Operation) -> KernelTime:
         """Return the time of an operation; of a view, and of what launches nothing, 0."""
-        if issues_nothing(operation):
-            return NOTHING
+        sizes = operation.operands, operation.results, operation.flops, operation.moved
+        key = operation.name, operation.dtype, operation.is_causal, operation.launches, *sizes
+        if key not in self._times:
+            self._times[key] = NOTHING if issues_nothing(operation) else self._time(operation)
+        return self._times[key]
+
+    def _time(self, operation: Operation) -> KernelTime:
         work = work_of(operation)
         if work.over_link:
             return KernelTime(work.traffic / self._device.host_bandwidth, _HOST_SPREAD, Basis.DATA_SHEET)
-        if work.kind.startswith("convolution") and self._device.fast("tf32"):
+        if work.kind.startswith(_CUDNN) and self._device.fast("tf32"):
             work = on_tensor_cores(work)
         kind = kind_with_precision(work)
         if kind not in self._fits:
@@ -116,14 +106,14 @@ class KernelTimes:
         return KernelTime(seconds, fit.long if seconds > LONG else fit.spread, fit.basis)
 
 
-def on_tensor_cores(convolution: KernelWork) -> KernelWork:
-    """Return a convolution as cards since Ampere compute it.
+def on_tensor_cores(work: KernelWork) -> KernelWork:
+    """Return a convolution or a recurrent network as cards since Ampere compute it.
 
-    float32 is TF32 by default, unlike in matrix products. Data with channels first is copied there and back.
+    float32 is TF32 by default, unlike in matrix products. Images with channels first are copied.
     """
-    dtype = "tf32" if convolution.dtype == "float32" else convolution.dtype
-    copied = 1 if convolution.channels_last else 3
-    return replace(convolution, dtype=dtype, traffic=copied * convolution.traffic)
+    dtype = "tf32" if work.dtype == "float32" else work.dtype
+    copied = 3 if work.product and not work.channels_last else 1
+    return replace(work, dtype=dtype, traffic=copied * work.traffic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +140,8 @@ def find_coefficients(kind: str, device: Device, *, without_own: bool = False) -
     if name in cards and not without_own:
         own = cards[name]
         return CardFit(own, own["spread"], own["long"], Basis.CARD)
+    if "assumed" in table:
+        return CardFit(table["assumed"], table["spread"], table["spread"], Basis.DATA_SHEET)
     if "like" in table:
         like = find_coefficients(table["like"], device, without_own=without_own)
         values = {
@@ -161,7 +153,7 @@ def find_coefficients(kind: str, device: Device, *, without_own: bool = False) -
         return CardFit(values, max(spread, like.spread), max(spread, like.long), Basis.DATA_SHEET)
     near = nearest_relative(device, [other for other in cards if other != name], kind)
     if near is None:
-        raise LookupError(f"No card has coefficients of {kind!r} in kernel_times.toml: add one, or `like`.")
+        raise LookupError(f"No card has coefficients of {kind!r} in kernel_times.toml: add `like`.")
     spread, long = table["relative"]
     return CardFit(cards[near], spread, long, Basis.RELATIVE)
 

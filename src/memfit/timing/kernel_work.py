@@ -41,6 +41,8 @@ class KernelWork:
     causal: bool = False
     channels_last: bool = False
     """Of a convolution: whether its data is in this order, which tensor cores take."""
+    steps: int = 1
+    """Of a recurrent network: how often its layers run, one after the other."""
     over_link: bool = False
     """Whether it copies between the host and the card."""
 
@@ -49,24 +51,8 @@ def work_of(operation: Operation) -> KernelWork:
     """Return what an operation asks of the card.
 
     >>> a, b, c = (Operand(shape, "float32") for shape in ((64, 32), (32, 8), (64, 8)))
-    >>> work = work_of(
-    ...     Operation(
-    ...         "aten.mm.default",
-    ...         0,
-    ...         -1,
-    ...         (),
-    ...         (0,),
-    ...         (),
-    ...         0,
-    ...         0,
-    ...         "float32",
-    ...         False,
-    ...         0.0,
-    ...         0,
-    ...         operands=(a, b),
-    ...         results=(c,),
-    ...     )
-    ... )
+    >>> fields = "aten.mm.default", -1, -1, (), (), (), 0, 0, "float32", False, 0.0, 0
+    >>> work = work_of(Operation(*fields, operands=(a, b), results=(c,)))
     >>> work.kind, work.product, work.traffic
     ('product', (1, 64, 8, 32), 11264)
     """
@@ -75,7 +61,7 @@ def work_of(operation: Operation) -> KernelWork:
         return KernelWork(kind, operation.dtype, operation.moved, operation.flops)
     base = base_name(operation)
     plain = KernelWork("", operation.dtype, _traffic(operation), operation.flops)
-    for rule in (_matrix_work, _attention_work, _convolution_work, _list_work):
+    for rule in (_matrix_work, _attention_work, _convolution_work, _list_work, _recurrent_work):
         work = rule(base, operation, plain)
         if work is not None:
             return work
@@ -184,6 +170,24 @@ def _list_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork
     return replace(plain, kind="optimizer", traffic=read + written - unread)
 
 
+def _recurrent_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork | None:
+    """A recurrent network in cuDNN: a product with all weights, which are read again in each step."""
+    if "cudnn_rnn" not in base:
+        return None
+    sequences, *others = operation.operands
+    weights = [each for each in others if each.shape[1:] and not each.shape[2:]]
+    batch = next((each.shape[1] for each in others if each.shape[2:]), 1)  # of the hidden state
+    rows = math.prod(sequences.shape[:-1])
+    times = 2 if "backward" in base else 1
+    return replace(
+        plain,
+        kind="recurrent",
+        steps=times * max(1, rows // batch),
+        flops=2.0 * times * rows * sum(math.prod(each.shape) for each in weights),
+        traffic=plain.traffic + times * rows // batch * sum(map(_size, weights)),
+    )
+
+
 def _copy_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork:
     """A copy: on the card, in the order of elements or another, or between host and card."""
     source = operation.operands[-1:] if base == "copy" else operation.operands
@@ -199,6 +203,8 @@ def _kind_by_shapes(base: str, operation: Operation) -> str:
     """Return the kind of an operation that no table names: by elements, to fewer elements, or another."""
     if operation.flops:
         return "product"
+    if any(part in base for part in _OF_SEVERAL_KERNELS):
+        return "other"
     most = max((math.prod(each.shape) for each in operation.operands), default=0)
     made = max((math.prod(each.shape) for each in operation.results), default=0)
     return "pointwise" if made >= most or "backward" in base else "reduction"
@@ -259,6 +265,10 @@ def _losses(operation: Operation) -> float:
 
 EMBEDDING_PASSES = 12
 """Passes over the gradient in the backward of an embedding; fitted to the jobs of NeuSight."""
+_OF_SEVERAL_KERNELS = (
+    *("linalg", "svd", "fft", "sort", "topk", "cumsum", "cumprod", "nms", "unique", "nonzero", "multinomial"),
+    *("pack_padded", "grid_sampler", "upsample", "ctc_loss", "cdist", "histc", "bincount"),
+)
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_int_mm", "_addmm_activation"}
 _ATTENTIONS = {"flash": "flash", "efficient": "efficient", "cudnn": "cudnn"}
 _KIND = {
