@@ -42,6 +42,7 @@ BENCHMARKS = (
     Benchmark("engines", 30, "Megatron-LM and torchtitan, rank by rank", "a clone of one of them"),
     Benchmark("equality", 20, "strategies against hand-written loops on random networks, bit for bit"),
     Benchmark("foreign_plans", 60, "scripts of others under plans: verified, and trained", "their clones"),
+    Benchmark("fit_kernel_times", 8, "coefficients of kernels' times, fitted again", "public tables"),
     Benchmark("forked_runs", 15, "runs that share the script's start against whole runs: traces, time"),
     Benchmark("html_speed", 1, "the HTML report in a browser: time to draw and to answer", "Chromium"),
     Benchmark("library_scripts", 10, "scripts in the idiom of twelve libraries: every row of the report"),

@@ -15,7 +15,7 @@ import tempfile
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,19 +127,26 @@ def record(row: TimedRow, folder: Path) -> tuple[Path, int]:
     return trace, int(peak.read_text())
 
 
-def predict(trace: Path, card: str, *, without_own: bool) -> tuple[float, float]:
+def predict(trace: Path, row: TimedRow, *, without_own: bool) -> tuple[float, float]:
     """Return the seconds of a recorded step on a card, and the relative half-width of their interval."""
     from memfit.devices import find_device
-    from memfit.timing.kernel_times import KernelTimes
+    from memfit.records import Phase
+    from memfit.timing.step_time import step_time
     from memfit.trace.trace_file import read_trace
 
-    step = read_trace(trace).step
+    recorded = read_trace(trace)
+    step, labels = recorded.step, recorded.labels
     if step is None:
         raise SystemExit(f"{trace} holds no second training step")
-    kernels = KernelTimes(find_device(card), without_own=without_own)
-    times = [kernels.of(operation) for operation in step.operations]
-    seconds = sum(times[index].seconds for index in step.order)
-    return seconds, sum(times[index].seconds * times[index].spread for index in step.order) / seconds
+    if row.counts == "forward+backward":
+        passes = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
+        order = zip(step.order, step.labels, strict=True)
+        kept = [each for each in order if labels[each[1]].phase in passes]
+        step = replace(step, order=tuple(at for at, _ in kept), labels=tuple(label for _, label in kept))
+    found = step_time(step, labels, find_device(row.card), without_own=without_own)
+    if found is None:
+        raise SystemExit(f"{trace}: the time of its step is not known")
+    return found.seconds, found.high / found.seconds - 1
 
 
 def ratios(results: Iterable[TimedResult]) -> list[Ratio]:
@@ -204,7 +211,7 @@ def measure(rows: Iterable[TimedRow], folder: Path, *, without_own: bool) -> lis
     results = []
     for row in rows:
         trace, allocated = record(row, folder)
-        seconds, spread = predict(trace, row.card, without_own=without_own)
+        seconds, spread = predict(trace, row, without_own=without_own)
         results.append(result := TimedResult(row, seconds, spread, allocated))
         print(f"{row.source} {row.card} {row.run}: {result.error:+.1%}", file=sys.stderr, flush=True)
     return results

@@ -1,11 +1,12 @@
 """Seconds of an operation on a card: a roofline whose efficiency was fitted to published measurements.
 
-    records.Operation ── kernel_work.py ── kind, bytes, arithmetic, sizes
-                                             |  one formula per kind, coefficients per card: kernel_times.toml
-                                           KernelTime: seconds, how far off they may be, what they rest on
+    records.Operation
+      |  kernel_work.py             its kind, bytes, arithmetic, sizes
+      |  kernel_formulas.py         a formula per kind, with a card's coefficients: kernel_times.toml
+    KernelTime                      seconds, how far off they may be, what they rest on
 
-Coefficients are shares of the card's rates in ``devices.toml``, and sizes: they carry over to a card that nobody
-measured. ``python benchmarks/fit_kernel_times.py`` fits them again.
+Coefficients are shares of the card's rates in ``devices.toml``, and sizes: they carry over to cards that
+nobody measured. ``python benchmarks/fit_kernel_times.py`` fits them again.
 """
 
 import functools
@@ -37,7 +38,7 @@ class KernelTime:
 
     seconds: float
     spread: float
-    """Relative: in nine cases of ten, the real time is at most this share longer, or as many times shorter."""
+    """In nine cases of ten, the real time is at most this share longer, or as many times shorter."""
     basis: Basis
 
 
@@ -53,6 +54,7 @@ _GROUP_INSTRUCTIONS = {9, 10}
 _HOST_SPREAD = 0.3
 """Of copies between host and card; assumed: pinned memory gets most of the link's rate, other memory half."""
 _WITH_PRECISION = {"product", "convolution", "convolution_backward"}
+_CUDNN = ("convolution", "recurrent")
 _ONE_OF_SEVERAL = {"optimizer", "pointwise", "reduction"}
 """Kinds whose formula is of one kernel, where operations may launch several."""
 
@@ -67,25 +69,8 @@ class KernelTimes:
     >>> from memfit.devices import find_device
     >>> from memfit.records.step_operations import Operand
     >>> square = Operand((4096, 4096), "bfloat16")
-    >>> product = Operation(
-    ...     *(
-    ...         "aten.mm.default",
-    ...         0,
-    ...         -1,
-    ...         (5, 6),
-    ...         (7,),
-    ...         (),
-    ...         2 * 4096**3,
-    ...         3 * 4096**2 * 2,
-    ...         "bfloat16",
-    ...         False,
-    ...         0.0,
-    ...         0,
-    ...     ),
-    ...     operands=(square, square),
-    ...     results=(square,),
-    ...     launches=1,
-    ... )
+    >>> fields = "aten.mm.default", -1, -1, (), (), (), 0, 0, "bfloat16", False, 0.0, 0
+    >>> product = Operation(*fields, operands=(square, square), results=(square,), launches=1)
     >>> time = KernelTimes(find_device("A100")).of(product)
     >>> f"{1e3 * time.seconds:.2f} ms, {time.basis}"
     '0.55 ms, fitted to measurements of this card'
@@ -95,16 +80,22 @@ class KernelTimes:
         self._device = device
         self._without_own = without_own
         self._fits: dict[str, CardFit] = {}
+        self._times: dict[tuple[object, ...], KernelTime] = {}
 
     def of(self, operation: Operation) -> KernelTime:
         """Return the time of an operation; of a view, and of what launches nothing, 0."""
-        if issues_nothing(operation):
-            return NOTHING
+        sizes = operation.operands, operation.results, operation.flops, operation.moved
+        key = operation.name, operation.dtype, operation.is_causal, operation.launches, *sizes
+        if key not in self._times:
+            self._times[key] = NOTHING if issues_nothing(operation) else self._time(operation)
+        return self._times[key]
+
+    def _time(self, operation: Operation) -> KernelTime:
         work = work_of(operation)
         if work.over_link:
             return KernelTime(work.traffic / self._device.host_bandwidth, _HOST_SPREAD, Basis.DATA_SHEET)
-        if work.kind.startswith("convolution") and work.dtype == "float32" and self._device.fast("tf32"):
-            work = replace(work, dtype="tf32")  # what PyTorch does by default, unlike in matrix products
+        if work.kind.startswith(_CUDNN) and self._device.fast("tf32"):
+            work = on_tensor_cores(work)
         kind = kind_with_precision(work)
         if kind not in self._fits:
             self._fits[kind] = find_coefficients(kind, self._device, without_own=self._without_own)
@@ -113,6 +104,16 @@ class KernelTimes:
         if work.kind in _ONE_OF_SEVERAL:
             seconds += fit.values["floor"] * max(operation.launches - 1, 0)
         return KernelTime(seconds, fit.long if seconds > LONG else fit.spread, fit.basis)
+
+
+def on_tensor_cores(work: KernelWork) -> KernelWork:
+    """Return a convolution or a recurrent network as cards since Ampere compute it.
+
+    float32 is TF32 by default, unlike in matrix products. Images with channels first are copied.
+    """
+    dtype = "tf32" if work.dtype == "float32" else work.dtype
+    copied = 3 if work.product and not work.channels_last else 1
+    return replace(work, dtype=dtype, traffic=copied * work.traffic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,8 @@ def find_coefficients(kind: str, device: Device, *, without_own: bool = False) -
     if name in cards and not without_own:
         own = cards[name]
         return CardFit(own, own["spread"], own["long"], Basis.CARD)
+    if "assumed" in table:
+        return CardFit(table["assumed"], table["spread"], table["spread"], Basis.DATA_SHEET)
     if "like" in table:
         like = find_coefficients(table["like"], device, without_own=without_own)
         values = {
@@ -150,21 +153,25 @@ def find_coefficients(kind: str, device: Device, *, without_own: bool = False) -
         return CardFit(values, max(spread, like.spread), max(spread, like.long), Basis.DATA_SHEET)
     near = nearest_relative(device, [other for other in cards if other != name], kind)
     if near is None:
-        raise LookupError(f"No card has coefficients of {kind!r} in kernel_times.toml: add one, or `like`.")
-    return CardFit(cards[near], *table["relative"], Basis.RELATIVE)
+        raise LookupError(f"No card has coefficients of {kind!r} in kernel_times.toml: add `like`.")
+    spread, long = table["relative"]
+    return CardFit(cards[near], spread, long, Basis.RELATIVE)
 
 
 def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | None:
     """Return which of some measured cards is most like a card; None if there are none.
 
-    The same compute capability comes first. Attention is next like that of cards with the same instructions for
-    matrices, everything like that of cards with the same sort of memory; then the next capability counts, and the
-    next rate.
+    What the table prefers comes first, then the same compute capability. Attention is next like that of cards
+    with the same instructions for matrices, everything like that of cards with the same sort of memory; then
+    the next capability counts, and the next rate.
 
     >>> from memfit.devices import find_device
     >>> nearest_relative(find_device("RTX 4090"), ["A100-80GB", "L40S", "T4"])
     'L40S'
     """
+    preferred = kernel_table().get("prefer", {}).get(device.name)
+    if preferred in names:
+        return str(preferred)
     attention = kind.startswith(("flash", "efficient", "cudnn"))
 
     def distance(name: str) -> tuple[float, ...]:

@@ -4,12 +4,12 @@
          |  work_of
     KernelWork("product", "float32", bytes, flops, product=(1, 4096, 3072, 768))
 
-Bytes are those that a kernel cannot avoid: each operand read once and each result written once, unless a kind is
-known to read or write more or less. An expanded operand counts as nothing: what it repeats is small.
+Bytes are those that a kernel cannot avoid: each operand read once and each result written once, unless a kind
+is known to read or write more or less. An expanded operand counts as nothing: what it repeats is small.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from memfit.records.step_operations import Operand, Operation
@@ -17,6 +17,8 @@ from memfit.records.step_operations import Operand, Operation
 _WIDE = {"float64": 8, "complex64": 8, "int64": 8, "complex128": 16, "float32": 4, "int32": 4}
 _HALF = {"float16": 2, "bfloat16": 2, "int16": 2}
 _BYTES = _WIDE | _HALF
+_BATCHED = 4
+"""Dimensions of an attention's queries, unless sequences of several lengths are behind each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,15 @@ class KernelWork:
     flops: float = 0.0
     product: tuple[int, int, int, int] | None = None
     """Of matrix products and convolutions: batch, and m, n, k of (m, k) x (k, n)."""
+    alignment: int = 8
+    """Elements: by how many the rows of a product's matrices are divisible, up to 8."""
     attention: tuple[int, int, int, int] | None = None
     """Of attention: batch x heads, queries, keys, width of a head."""
     causal: bool = False
+    channels_last: bool = False
+    """Of a convolution: whether its data is in this order, which tensor cores take."""
+    steps: int = 1
+    """Of a recurrent network: how often its layers run, one after the other."""
     over_link: bool = False
     """Whether it copies between the host and the card."""
 
@@ -43,24 +51,8 @@ def work_of(operation: Operation) -> KernelWork:
     """Return what an operation asks of the card.
 
     >>> a, b, c = (Operand(shape, "float32") for shape in ((64, 32), (32, 8), (64, 8)))
-    >>> work = work_of(
-    ...     Operation(
-    ...         "aten.mm.default",
-    ...         0,
-    ...         -1,
-    ...         (),
-    ...         (0,),
-    ...         (),
-    ...         0,
-    ...         0,
-    ...         "float32",
-    ...         False,
-    ...         0.0,
-    ...         0,
-    ...         operands=(a, b),
-    ...         results=(c,),
-    ...     )
-    ... )
+    >>> fields = "aten.mm.default", -1, -1, (), (), (), 0, 0, "float32", False, 0.0, 0
+    >>> work = work_of(Operation(*fields, operands=(a, b), results=(c,)))
     >>> work.kind, work.product, work.traffic
     ('product', (1, 64, 8, 32), 11264)
     """
@@ -69,7 +61,7 @@ def work_of(operation: Operation) -> KernelWork:
         return KernelWork(kind, operation.dtype, operation.moved, operation.flops)
     base = base_name(operation)
     plain = KernelWork("", operation.dtype, _traffic(operation), operation.flops)
-    for rule in (_matrix_work, _attention_work, _convolution_work, _list_work):
+    for rule in (_matrix_work, _attention_work, _convolution_work, _list_work, _recurrent_work):
         work = rule(base, operation, plain)
         if work is not None:
             return work
@@ -99,19 +91,26 @@ def issues_nothing(operation: Operation) -> bool:
 
 
 def _matrix_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork | None:
-    """A matrix product: the last two operands, whatever their layout, or a linear layer's input and weight."""
+    """A matrix product: of the last two operands, whatever their layout; a linear layer has its bias last."""
     if base == "linear":
-        rows, weight = operation.operands[:2]
-        sizes = (1, math.prod(rows.shape[:-1]), weight.shape[0], weight.shape[-1])
-    elif base in _PRODUCTS and len(operation.operands) >= 2:
-        first, second = operation.operands[-2:]
-        if min(len(first.shape), len(second.shape)) < 2:
+        (*several, k), weight = operation.operands[0].shape, operation.operands[1].shape
+        batch, m, n = 1, math.prod(several), weight[0]
+    elif base in _PRODUCTS:
+        first, second = (each.shape for each in operation.operands[-2:])
+        if not (first[1:] and second[1:]):
             return None  # by a vector: traffic alone
-        sizes = (math.prod(first.shape[:-2]), *first.shape[-2:-1], second.shape[-1], first.shape[-1])
+        batch, m, n, k = math.prod(first[:-2]), first[-2], second[-1], first[-1]
     else:
         return None
-    batch, m, n, k = sizes
-    return replace(plain, kind="product", flops=2 * batch * m * n * k, product=sizes)
+    matrices = (*operation.operands[-2:], *operation.results) if base != "linear" else operation.operands[:2]
+    rows = [each.shape[-2 if each.layout == "transposed" else -1] for each in matrices]  # in memory
+    return replace(
+        plain,
+        kind="product",
+        flops=2.0 * batch * m * n * k,
+        product=(batch, m, n, k),
+        alignment=math.gcd(8, *rows),
+    )
 
 
 def _attention_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork | None:
@@ -121,7 +120,7 @@ def _attention_work(base: str, operation: Operation, plain: KernelWork) -> Kerne
         return None
     backward = "backward" in base
     queries, keys = (each.shape for each in operation.operands[backward : backward + 2])
-    if len(queries) != 4:
+    if len(queries) != _BATCHED:
         return replace(plain, kind="product")  # sequences of several lengths, behind each other
     if base.startswith("_scaled"):
         sizes = (queries[0] * queries[1], queries[2], keys[2], queries[3])
@@ -152,11 +151,8 @@ def _convolution_work(base: str, operation: Operation, plain: KernelWork) -> Ker
     if groups > 1 and weight[1] == 1:
         return replace(plain, kind=f"depthwise{end}")
     flops = 2.0 * math.prod(sizes) * products
-    # Tensor cores take channels last: otherwise cuDNN copies what it reads and writes.
-    copies = plain.dtype in _HALF and data.layout != "permuted"
-    return replace(
-        plain, kind=f"convolution{end}", flops=flops, product=sizes, traffic=plain.traffic * (1 + 2 * copies)
-    )
+    last = data.layout == "permuted"
+    return replace(plain, kind=f"convolution{end}", flops=flops, product=sizes, channels_last=last)
 
 
 def _list_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork | None:
@@ -166,12 +162,30 @@ def _list_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork
     read = sum(map(_size, operation.operands))
     if base.startswith("_fused"):  # all but gradients, a quarter or a third, are written
         return replace(plain, kind="optimizer", traffic=read * (5 / 3 if "sgd" in base else 7 / 4))
-    written = sum(map(_size, operation.results))
+    written: float = sum(map(_size, operation.results))
     if operation.name.split(".")[1].endswith("_") or not operation.results:
         several = {"_foreach_addcdiv": 3, "_foreach_addcmul": 3, "_foreach_lerp": 2, "_foreach_copy": 2}
         written = read / several.get(base, 2 if operation.name.endswith(".List") else 1)
     unread = {"_foreach_zero": read, "_foreach_copy": written}.get(base, 0)
     return replace(plain, kind="optimizer", traffic=read + written - unread)
+
+
+def _recurrent_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork | None:
+    """A recurrent network in cuDNN: a product with all weights, which are read again in each step."""
+    if "cudnn_rnn" not in base:
+        return None
+    sequences, *others = operation.operands
+    weights = [each for each in others if each.shape[1:] and not each.shape[2:]]
+    batch = next((each.shape[1] for each in others if each.shape[2:]), 1)  # of the hidden state
+    rows = math.prod(sequences.shape[:-1])
+    times = 2 if "backward" in base else 1
+    return replace(
+        plain,
+        kind="recurrent",
+        steps=times * max(1, rows // batch),
+        flops=2.0 * times * rows * sum(math.prod(each.shape) for each in weights),
+        traffic=plain.traffic + times * rows // batch * sum(map(_size, weights)),
+    )
 
 
 def _copy_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork:
@@ -182,13 +196,15 @@ def _copy_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork
     traffic = sum(map(_size, (*source, *target)))
     if "host" in layouts:
         return replace(plain, kind="copy", traffic=traffic / 2, over_link=True)
-    return replace(plain, kind="copy" if len(layouts) < 2 else "transpose", traffic=traffic)
+    return replace(plain, kind="transpose" if len(layouts) > 1 else "copy", traffic=traffic)
 
 
 def _kind_by_shapes(base: str, operation: Operation) -> str:
     """Return the kind of an operation that no table names: by elements, to fewer elements, or another."""
     if operation.flops:
         return "product"
+    if any(part in base for part in _OF_SEVERAL_KERNELS):
+        return "other"
     most = max((math.prod(each.shape) for each in operation.operands), default=0)
     made = max((math.prod(each.shape) for each in operation.results), default=0)
     return "pointwise" if made >= most or "backward" in base else "reduction"
@@ -249,6 +265,10 @@ def _losses(operation: Operation) -> float:
 
 EMBEDDING_PASSES = 12
 """Passes over the gradient in the backward of an embedding; fitted to the jobs of NeuSight."""
+_OF_SEVERAL_KERNELS = (
+    *("linalg", "svd", "fft", "sort", "topk", "cumsum", "cumprod", "nms", "unique", "nonzero", "multinomial"),
+    *("pack_padded", "grid_sampler", "upsample", "ctc_loss", "cdist", "histc", "bincount"),
+)
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_int_mm", "_addmm_activation"}
 _ATTENTIONS = {"flash": "flash", "efficient": "efficient", "cudnn": "cudnn"}
 _KIND = {

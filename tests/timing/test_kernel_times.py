@@ -1,0 +1,261 @@
+"""Seconds of kernels: figures of public tables, within the error that the coefficients' table states."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.devices import all_devices, find_device, mig_slices
+from memfit.records import Operand, Operation
+from memfit.timing.kernel_formulas import COEFFICIENTS
+from memfit.timing.kernel_times import (
+    LONG,
+    Basis,
+    KernelTimes,
+    find_coefficients,
+    kernel_table,
+    measured_device,
+)
+from memfit.timing.kernel_work import work_of
+
+
+def operation(name, *operands, results=(), launches=1, causal=False, **fields):
+    dtype = (results or operands)[0].dtype if operands or results else "float32"
+    return Operation(
+        name,
+        *(-1, -1, (), (), (), fields.get("flops", 0), fields.get("moved", 0), dtype, False, 0.0, 0),
+        operands=operands,
+        results=results,
+        launches=launches,
+        is_causal=causal,
+    )
+
+
+def tensor(*shape, dtype="float32", layout=""):
+    return Operand(shape, dtype, layout)
+
+
+def product(m, n, k, dtype="bfloat16"):
+    a, b = tensor(m, k, dtype=dtype), tensor(k, n, dtype=dtype, layout="transposed")
+    return operation("aten.mm.default", a, b, results=(tensor(m, n, dtype=dtype),))
+
+
+def attention(kernel, batch, heads, length, width, causal=True, dtype="bfloat16"):
+    sizes = tensor(batch, heads, length, width, dtype=dtype)
+    name = f"aten._scaled_dot_product_{kernel}_attention.default"
+    return operation(name, sizes, sizes, sizes, results=(sizes,), causal=causal)
+
+
+def pointwise(name, *shape, operands=2, dtype="float32"):
+    one = tensor(*shape, dtype=dtype)
+    return operation(name, *[one] * operands, results=(one,))
+
+
+SCORES, HIDDEN = tensor(1, 24, 2048, 2048), tensor(1, 2048, 3072)
+PUBLISHED = [
+    # card, operation, milliseconds, kind; source: those of kernel_times.toml
+    ("A100-80GB", product(4096, 12288, 4096), 1.675465, "product_16", "aiconfigurator"),
+    ("A100-80GB", product(4096, 3072, 3072), 0.360668, "product_16", "aiconfigurator"),
+    ("H100-80GB", product(4096, 12288, 3072), 0.394393, "product_16", "aiconfigurator"),
+    ("H100-80GB", product(8192, 12288, 3072), 0.841122, "product_16", "aiconfigurator"),
+    ("B200", product(8192, 12288, 4096), 0.496191, "product_16", "aiconfigurator"),
+    ("L40S", product(4096, 12288, 3072), 1.289017, "product_16", "aiconfigurator"),
+    ("H100-80GB", product(4096, 3840, 1280, "float32"), 0.897261, "product_32", "NeuSight's GPT-2 large"),
+    ("V100-32GB", product(16384, 2560, 2560, "float32"), 15.551213 * 1380 / 1530, "product_32", "NeuSight"),
+    ("A100-80GB", attention("flash", 4, 32, 2048, 128), 1.015557, "flash", "aiconfigurator"),
+    ("L40S", attention("flash", 4, 32, 2048, 128), 1.232725, "flash", "aiconfigurator"),
+    ("T4", pointwise("aten.add.Tensor", 32768, 4096), 6.574227, "pointwise", "NeuSight"),
+    ("L4", pointwise("aten.add.Tensor", 32768, 4096), 6.878714, "pointwise", "NeuSight"),
+    (
+        "H100-80GB",
+        operation("aten._softmax.default", SCORES, results=(SCORES,)),
+        0.320768 - 0.008,  # of which the host's
+        "softmax",
+        "NeuSight's GPT-3 XL",
+    ),
+    (
+        "H100-80GB",
+        operation("aten._softmax_backward_data.default", SCORES, SCORES, results=(SCORES,)),
+        0.842534 - 0.008,
+        "softmax_backward",
+        "NeuSight's GPT-3 XL",
+    ),
+    (
+        "H100-80GB",
+        operation("aten.native_layer_norm_backward.default", HIDDEN, HIDDEN, results=(HIDDEN,)),
+        0.068877 - 0.008,
+        "layer_norm_backward",
+        "NeuSight's GPT-3 XL",
+    ),
+]
+
+
+@pytest.mark.parametrize(("card", "work", "milliseconds", "kind", "source"), PUBLISHED)
+def test_a_published_figure_has_the_error_that_the_table_states(card, work, milliseconds, kind, source):
+    time = KernelTimes(find_device(card)).of(work)
+    assert time.basis is Basis.CARD, f"{kind} of {card} has tables: {source}"
+    stated = kernel_table()["kind"][kind]["card"][card]
+    assert time.spread == stated["long" if time.seconds > LONG else "spread"]
+    assert abs(math.log(time.seconds * 1e3 / milliseconds)) < 0.25
+
+
+def test_nine_in_ten_published_figures_are_within_the_stated_error_and_half_much_closer():
+    off = []
+    for card, work, milliseconds, *_ in PUBLISHED:
+        time = KernelTimes(find_device(card)).of(work)
+        ratio = abs(math.log(time.seconds * 1e3 / milliseconds))
+        off.append((ratio, ratio <= math.log1p(time.spread)))
+    assert sum(within for _, within in off) >= 0.9 * len(off)
+    assert sorted(off)[len(off) // 2][0] < 0.08
+
+
+@given(
+    st.sampled_from(["A100-80GB", "T4", "RTX 4090", "B200"]),
+    st.sampled_from(["bfloat16", "float32"]),
+    st.tuples(*[st.integers(1, 600).map(lambda eighth: 8 * eighth)] * 3),
+    st.integers(0, 2),
+)
+def test_a_larger_product_takes_no_less_time(card, dtype, sizes, larger):
+    times = KernelTimes(find_device(card))
+    more = [size * (1 + (place == larger)) for place, size in enumerate(sizes)]
+    assert times.of(product(*more, dtype)).seconds >= times.of(product(*sizes, dtype)).seconds > 0
+
+
+@given(st.integers(1, 1 << 26), st.integers(1, 1 << 26))
+def test_more_elements_take_more_time(one, other):
+    times = KernelTimes(find_device("H100"))
+    less, more = (times.of(pointwise("aten.mul.Tensor", n)).seconds for n in sorted((one, other)))
+    assert less <= more
+
+
+def test_every_kind_has_a_time_on_every_card():
+    for device in all_devices():
+        for kind in kernel_table()["kind"]:
+            for without_own in (False, True):
+                if without_own and len(kernel_table()["kind"][kind].get("card", {"": 0})) == 1:
+                    continue  # no other card has this kind
+                fit = find_coefficients(kind, device, without_own=without_own)
+                assert set(fit.values) & COEFFICIENTS >= {"floor", "bandwidth"}
+                assert fit.spread > 0
+    piece = mig_slices(find_device("A100-80GB"))[0]
+    assert find_coefficients("product_16", piece).basis is Basis.CARD
+
+
+def test_views_and_empty_tensors_take_no_time():
+    times = KernelTimes(find_device("A100"))
+    assert times.of(operation("aten.t.default", HIDDEN, results=(HIDDEN,), launches=0)).seconds == 0
+    assert times.of(operation("aten.empty.memory_format", results=(HIDDEN,), launches=0)).seconds == 0
+
+
+def test_the_driver_copies_and_fills_without_a_launch():
+    times = KernelTimes(find_device("A100"))
+    for name, operands in (("aten.clone.default", (HIDDEN,)), ("aten.zero_.default", (HIDDEN,))):
+        assert times.of(operation(name, *operands, results=(HIDDEN,), launches=0)).seconds > 1e-5
+
+
+def test_a_copy_from_the_host_takes_the_links_rate():
+    device = find_device("A100")
+    there = tensor(1 << 20, layout="host")
+    copy = operation("aten._to_copy.default", there, results=(tensor(1 << 20),), launches=0)
+    assert KernelTimes(device).of(copy).seconds == (4 << 20) / device.host_bandwidth
+
+
+def test_without_the_cards_own_tables_a_relatives_serve_with_a_wider_interval():
+    card = find_device("A100-80GB")
+    own, other = KernelTimes(card), KernelTimes(card, without_own=True)
+    work = product(4096, 4096, 4096)
+    assert own.of(work).basis is Basis.CARD
+    assert other.of(work).basis is Basis.RELATIVE
+    assert own.of(work).seconds != other.of(work).seconds
+    assert own.of(work).spread < other.of(work).spread
+
+
+def test_a_kind_without_tables_says_so():
+    time = KernelTimes(find_device("H100")).of(pointwise("aten.clone.default", 1 << 24, operands=1))
+    assert time.basis is Basis.DATA_SHEET
+    assert time.spread >= 0.25
+
+
+def test_a_causal_attention_takes_half_the_time():
+    times = KernelTimes(find_device("A100"))
+    half, whole = (times.of(attention("flash", 4, 32, 8192, 128, causal)).seconds for causal in (True, False))
+    assert half / whole == pytest.approx(0.5, abs=0.03)
+
+
+def test_float32_attention_uses_tensor_cores_where_they_know_tf32():
+    [old, new] = (
+        KernelTimes(find_device(card)).of(attention("efficient", 4, 12, 1024, 64, dtype="float32")).seconds
+        for card in ("V100", "A100")
+    )
+    assert new < old / 2
+
+
+@pytest.mark.parametrize(
+    ("work", "passes"),
+    [
+        (pointwise("aten.add.Tensor", 1000), 3),
+        (pointwise("aten.add_.Tensor", 1000), 3),
+        (pointwise("aten.fill_.Scalar", 1000, operands=1), 1),
+        (pointwise("aten.copy_.default", 1000, operands=2), 2),
+        (
+            operation(
+                "aten.mul.Tensor", tensor(1000), tensor(1000, layout="expanded"), results=(tensor(1000),)
+            ),
+            2,
+        ),
+        (operation("aten.embedding.default", tensor(50257, 10), tensor(0), results=(tensor(100, 10),)), 2),
+        (operation("aten._foreach_add_.List", tensor(500), tensor(500), tensor(500), tensor(500)), 3),
+        (operation("aten._foreach_mul_.Scalar", tensor(500), tensor(500)), 2),
+        (operation("aten._foreach_addcdiv_.ScalarList", *[tensor(1000)] * 3), 4),
+        (operation("aten._foreach_sqrt.default", tensor(1000), results=(tensor(1000),)), 2),
+        (operation("aten._fused_adamw_.default", *[tensor(1000)] * 4), 7),
+        (operation("triton_poi_fused_add_0", moved=8000), 2),
+    ],
+)
+def test_what_is_read_and_written_is_counted_once(work, passes):
+    assert work_of(work).traffic == 4000 * passes
+
+
+def test_tensor_cores_are_slow_where_rows_are_not_aligned():
+    times = KernelTimes(find_device("A100"))
+    odd, padded = (times.of(product(16384, words, 768)).seconds for words in (50257, 50304))
+    assert odd > 2 * padded
+    odd, padded = (times.of(product(16384, words, 768, "float32")).seconds for words in (50257, 50304))
+    assert odd == pytest.approx(padded, rel=0.01)
+
+
+def test_convolutions_are_products():
+    image, weight = tensor(8, 64, 56, 56), tensor(128, 64, 3, 3)
+    out = tensor(8, 128, 56, 56)
+    forward = work_of(operation("aten.convolution.default", image, weight, results=(out,)))
+    assert forward.product == (1, 8 * 56 * 56, 128, 64 * 9)
+    backward = work_of(
+        operation(
+            "aten.convolution_backward.default", out, image, weight, results=(image, weight, tensor(128))
+        )
+    )
+    assert backward.flops == 2 * forward.flops
+    depthwise = operation("aten.convolution.default", image, tensor(64, 1, 3, 3), results=(image,))
+    assert work_of(depthwise).kind == "depthwise"
+
+
+def test_cards_that_only_the_tables_know():
+    assert measured_device("GH200").multiprocessors == find_device("H100").multiprocessors
+    assert measured_device("RTX PRO 6000").compute_capability == (12, 0)
+    sources = kernel_table()["source"]
+    for kind in kernel_table()["kind"].values():
+        for entry in kind.get("card", {}).values():
+            assert set(entry["source"].split("+")) <= set(sources)
+            assert entry["rows"] > 0
+            assert entry["median"] <= entry["spread"]
+
+
+@pytest.mark.process
+def test_times_need_no_torch():
+    code = (
+        "import sys, memfit.timing.kernel_times; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
