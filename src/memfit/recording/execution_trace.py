@@ -31,9 +31,9 @@ _PYTHON = "Python"
 """What the names of modes and of tensor subclasses that dispatch in Python begin with."""
 _CUDA = "cuda"
 _DTYPES = {
-    "float": "float32", "double": "float64", "long int": "int64", "long": "int64", "int": "int32", "bool": "bool",
+    "float": "float32", "double": "float64", "long int": "int64", "long": "int64", "int": "int32",
     "short int": "int16", "short": "int16", "unsigned char": "uint8", "signed char": "int8",
-    "c10::BFloat16": "bfloat16", "c10::Half": "float16", "c10::complex<float>": "complex64",
+    "bool": "bool", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "c10::complex<float>": "complex64",
 }  # fmt: skip
 _TENSOR = 6
 """Numbers that describe a tensor: itself, its storage, offset, elements, bytes of one, device."""

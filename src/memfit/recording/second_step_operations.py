@@ -6,9 +6,9 @@
 
 Of several models, or calls of one, that whose backward needs most is kept; of equal ones the last.
 
-If the script compiles something in its first step, only what the GPU runs is recorded: hooks of modules would
-be compiled with them. Calls of modules are therefore hooked after the first step; the compiler also keeps the
-``Module.__call__`` that it found when it was imported.
+If the script compiles something in its first step, only that is recorded: hooks of modules would be compiled
+with them. What the GPU runs is in the trace of the run. Calls of modules are therefore hooked after the first
+step; the compiler also keeps the ``Module.__call__`` that it found when it was imported.
 """
 
 from collections.abc import Callable
@@ -18,30 +18,18 @@ from typing import Any
 
 import msgspec
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from memfit.ghost.compile.compiled_kernel_work import KERNELS
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.model_input_digests import ModelInputRecorder
 from memfit.recording.module_names import ModuleNames, called_module
-from memfit.recording.operation_interception import (
-    InterceptionModeAllowingCompilation,
-    call_before_compilations,
-)
+from memfit.recording.operation_interception import call_before_compilations
 from memfit.recording.step_operations import LeftStorages, StepOperationRecorder
 from memfit.records import StepOperations
-from memfit.records.step_operations import Operation
 
 _MODULE = Patch("torch.nn.modules.module:Module", "__call__", why="record the operations of a step")
 _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="learn which parameters it updates")
-_GRAPH = Patch("torch._inductor.output_code:CompiledFxGraph", "__call__", why="record the kernels of a step")
-
-_SOMETHING = 0
-"""The storage that stands for what kernels create: which tensors those are is not known."""
 
 
 class SecondStepRecorder:
@@ -65,14 +53,11 @@ class SecondStepRecorder:
         self._most = -1
         self._eager = InstalledHooks()
         """What torch.compile must not see."""
-        self._compiled = CompiledStepRecorder(self._expect_compiled)
         self._is_compiled = False
         self._samples = ModelInputRecorder()
         self._is_inside = False
         self._kept: tuple[StepOperations, list[int | None]] | None = None
         """The step whose backward needs most so far, and the optimizers of the model's parameters."""
-        self._stepping: torch.optim.Optimizer | None = None
-        """The optimizer that made the first step."""
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook the calls of models and the steps of optimizers."""
@@ -81,7 +66,7 @@ class SecondStepRecorder:
         hooks.call_after(_OPTIMIZER, "__init__", self._number)
         hooks.on_removal(self._eager.remove)
         hooks.add(register_optimizer_step_post_hook(self._after_step))
-        self._compiled.install(hooks)
+        call_before_compilations(hooks, self._expect_compiled)
         self._samples.install(hooks)
 
     def move(self, file: Path) -> None:
@@ -128,17 +113,12 @@ class SecondStepRecorder:
         self._finish()
         if self._kept is not None:
             self._write(*self._kept)
-        if self._compiled.is_recording and optimizer is self._stepping:
-            step = self._compiled.stop()
-            if step is not None:
-                numbers = [self._optimizers.get(id(each)) for each in optimizer.param_groups[0]["params"]]
-                self._write(step, numbers)
+        if self._is_compiled:
+            numbers = [self._optimizers.get(id(each)) for each in optimizer.param_groups[0]["params"]]
+            self._write(StepOperations((), (), (), (), compiled=True), numbers)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_step(self, *_: Any) -> None:
         self._samples.begin_outside()
-        if self._is_compiled and self._stepping is None:
-            self._stepping = optimizer
-            self._compiled.start()
 
     def _finish(self) -> None:
         if self._recorder is None or self._model is None:
@@ -159,79 +139,3 @@ class SecondStepRecorder:
             samples=self._samples.found(),
         )
         self._file.write_bytes(msgspec.json.encode(step))
-
-
-class CompiledStepRecorder:
-    """Records what a training step of compiled code runs: kernels of graphs, and operations beside them.
-
-        optimizer.step()                          of the first step
-        forward, loss, backward                   recorded
-          in a compiled graph                     its kernels, as Inductor scheduled them
-          elsewhere                               the operations on the GPU, as PyTorch dispatches them
-        optimizer.step()                          of the second step
-
-    Nothing that torch.compile could see changes, so that the step runs as without memfit.
-
-    Args:
-        on_compile: called whenever ``torch.compile`` begins to compile.
-    """
-
-    def __init__(self, on_compile: Callable[[], None]) -> None:
-        self._on_compile = on_compile
-        self._mode = InterceptionModeAllowingCompilation(self.run)
-        self.is_recording = False
-        self._in_graph = 0
-        self._kernels: list[Operation] = []
-        self._graphs = 0
-
-    def install(self, hooks: InstalledHooks) -> None:
-        """Hook compilations and graphs, as soon as the script imports the compiler."""
-        call_before_compilations(hooks, self._on_compile)
-        hooks.wrap_when_imported(_GRAPH, __call__=self._run_graph)
-
-    def start(self) -> None:
-        """Begin to record."""
-        self.is_recording = True
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-
-    def stop(self) -> StepOperations | None:
-        """Stop recording; return what was recorded, or None if Inductor has compiled nothing of it."""
-        self.is_recording = False
-        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if not self._graphs:
-            return None
-        return StepOperations((0,), (), tuple(self._kernels), (), compiled=True)
-
-    def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation, and record it if it is not part of a graph."""
-        result = operation(*args, **kwargs)
-        if self._in_graph:
-            return result
-        tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
-        if any(isinstance(each, FakeTensor) for each in tensors):  # code that is being compiled
-            return result
-        if any(each.is_cuda for each in tensors) and not operation.is_view:
-            formula = flop_registry.get(operation._overloadpacket)
-            self._add(
-                str(operation),
-                formula(*args, **kwargs, out_val=result) if formula is not None else 0,
-                sum(each.numel() * each.element_size() for each in tensors),
-                str(tensors[-1].dtype).removeprefix("torch."),
-            )
-        return result
-
-    def _run_graph(self, original: Callable[..., Any], graph: Any, inputs: Any) -> Any:
-        if not self.is_recording:
-            return original(graph, inputs)
-        self._graphs += 1
-        for name, flops, moved, dtype in getattr(graph, KERNELS):
-            self._add(name, flops, moved, dtype)
-        self._in_graph += 1
-        try:
-            return original(graph, inputs)
-        finally:
-            self._in_graph -= 1
-
-    def _add(self, name: str, flops: int, moved: int, dtype: str) -> None:
-        creates = (_SOMETHING,) if flops or moved else ()
-        self._kernels.append(Operation(name, -1, -1, (), creates, (), flops, moved, dtype, False, 0.0, 0))

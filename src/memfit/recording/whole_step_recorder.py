@@ -45,9 +45,10 @@ class WholeStepRecorder:
         self._ghost, self._book = ghost, book
         self._observer: ExecutionTraceObserver | None = None
         self._file: Path | None = None
-        self._completed = 0
+        self._is_due = self._is_whole = False
         self._graphs: list[Any] = []
         self._replays = 0
+        self._tf32 = False
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook compiled graphs, as soon as the script imports the compiler, and follow its training steps."""
@@ -55,17 +56,17 @@ class WholeStepRecorder:
         self._book.listeners.append(self._marked)
         os.register_at_fork(before=self._give_up)
 
-    def _marked(self, kind: MarkKind, index: int) -> None:
-        """Begin or end at the end of a training step; at the next forward if it ends in the backward."""
+    def _marked(self, kind: MarkKind, _: int) -> None:
+        """Begin or end at the end of a training step; at the next mark if it ends in the backward."""
         if kind is MarkKind.TRAINING_STEP:
-            self._completed = index + 1
-        elif kind is not MarkKind.FORWARD:
+            self._is_due = True
+        if not self._is_due or torch._C._current_graph_task_id() != -1:  # on a thread of autograd's own
             return
-        if torch._C._current_graph_task_id() != -1:  # perhaps on a thread of autograd's own
-            return
-        if self._observer is not None and self._completed > 1:
+        self._is_due = False
+        if self._observer is not None:
+            self._is_whole = True
             self._end()
-        elif self._observer is None and self._file is None and self._completed:
+        elif self._file is None:
             self._begin()
 
     def _begin(self) -> None:
@@ -73,6 +74,7 @@ class WholeStepRecorder:
         os.close(handle)
         self._file, self._replays = Path(name), self._ghost.counter("replays")
         self._graphs.clear()
+        self._tf32 = torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
         self._observer = ExecutionTraceObserver()
         with _without_words_of_observer():
             self._observer.register_callback(name)
@@ -95,7 +97,6 @@ class WholeStepRecorder:
         if self._observer is not None:
             self._end()
             self._forget()
-            self._completed = min(self._completed, 1)
 
     def _forget(self) -> None:
         if self._file is not None:
@@ -104,12 +105,11 @@ class WholeStepRecorder:
 
     def step(self) -> WholeStep | None:
         """Return what was recorded, if the whole step was."""
-        is_whole = self._completed > 1
+        if self._is_due and self._observer is not None:  # the last update was in the backward
+            self._is_whole = True
         self._end()
         try:
-            if self._file is None or not is_whole:
-                return None
-            return self._read(self._file)
+            return self._read(self._file) if self._file is not None and self._is_whole else None
         finally:
             self._forget()
 
@@ -133,23 +133,20 @@ class WholeStepRecorder:
                 labels.append(label_of.get(thread, 0))
         if not order:
             return None
-        return WholeStep(tuple(number), tuple(order), tuple(labels), replayed=self._replays > 0)
+        rows = tuple(number), tuple(order), tuple(labels)
+        return WholeStep(*rows, self._tf32, compiled=bool(self._graphs), replayed=self._replays > 0)
 
     def _used(self, label: int) -> None:
         """Leave a mark in the trace: from here on, the calling thread does what a label says."""
-        torch.autograd._record_function_with_args_exit(
-            torch.autograd._record_function_with_args_enter(f"{_MARK}{label}")
-        )
+        with _node(f"{_MARK}{label}"):
+            pass
 
     def _run_graph(self, original: Callable[..., Any], graph: Any, inputs: Any) -> Any:
         if self._observer is None:
             return original(graph, inputs)
         self._graphs.append(getattr(graph, KERNELS))
-        mark = torch.autograd._record_function_with_args_enter(f"{_GRAPH_MARK}{len(self._graphs) - 1}")
-        try:
+        with _node(f"{_GRAPH_MARK}{len(self._graphs) - 1}"):
             return original(graph, inputs)
-        finally:
-            torch.autograd._record_function_with_args_exit(mark)
 
 
 def _kernel(name: str, flops: int, moved: int, dtype: str) -> Operation:
@@ -174,3 +171,13 @@ def _without_words_of_observer() -> Iterator[None]:
 
 
 _swapping = threading.Lock()
+
+
+@contextmanager
+def _node(name: str) -> Iterator[None]:
+    """Add a node to the trace: what runs within is inside of it."""
+    handle = torch.autograd._record_function_with_args_enter(name)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._record_function_with_args_exit(handle)  # type: ignore[attr-defined]

@@ -16,7 +16,9 @@ class WholeStep:
     """What ran, in this order: indices into ``operations``."""
     labels: tuple[int, ...]
     """For each of these, what the host was doing: indices into the trace's labels."""
-    module_calls: int = 0
-    """How many modules the host called, submodules included."""
+    tf32: bool = False
+    """Whether matrix products of float32 were computed in TF32."""
+    compiled: bool = False
+    """Whether kernels of graphs that Inductor compiled are among the operations."""
     replayed: bool = False
     """Whether the script replayed a CUDA graph: its kernels are not among the operations."""

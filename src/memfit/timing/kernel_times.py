@@ -64,6 +64,7 @@ class KernelTimes:
 
     Args:
         device: the card, from ``find_device``.
+        tf32: whether matrix products of float32 are computed in TF32, as PyTorch does on request.
         without_own: pretend that nobody measured this card, to see what that costs.
 
     >>> from memfit.devices import find_device
@@ -76,8 +77,9 @@ class KernelTimes:
     '0.55 ms, fitted to measurements of this card'
     """
 
-    def __init__(self, device: Device, *, without_own: bool = False) -> None:
+    def __init__(self, device: Device, *, tf32: bool = False, without_own: bool = False) -> None:
         self._device = device
+        self._tf32 = tf32 and device.fast("tf32")
         self._without_own = without_own
         self._fits: dict[str, CardFit] = {}
         self._times: dict[tuple[object, ...], KernelTime] = {}
@@ -96,6 +98,8 @@ class KernelTimes:
             return KernelTime(work.traffic / self._device.host_bandwidth, _HOST_SPREAD, Basis.DATA_SHEET)
         if work.kind.startswith(_CUDNN) and self._device.fast("tf32"):
             work = on_tensor_cores(work)
+        if work.kind == "product" and work.dtype == "float32" and self._tf32:
+            work = replace(work, dtype="tf32")
         kind = kind_with_precision(work)
         if kind not in self._fits:
             self._fits[kind] = find_coefficients(kind, self._device, without_own=self._without_own)

@@ -40,7 +40,7 @@ def step_time(
     """
     if step.replayed:  # the kernels of the script's own CUDA graphs are not among the operations
         return None
-    kernels = KernelTimes(device, without_own=without_own)
+    kernels = KernelTimes(device, tf32=step.tf32, without_own=without_own)
     times = [kernels.of(operation) for operation in step.operations]
     queue = [
         QueuedWork(
@@ -99,8 +99,9 @@ def _shares(parts: Iterable[tuple[str, float]]) -> tuple[TimeShare, ...]:
 
 
 def _spread(step: WholeStep, times: Sequence[KernelTime], timeline: StepTimeline) -> float:
-    """Return how far off the step may be, relative: errors are the same within a kind, and independent beside.
+    """Return how far off the step may be, relative.
 
+    Errors are taken to be the same within a kind of kernels, and those of different kinds to be independent.
     What the host is responsible for counts as a kind of its own.
     """
     off: defaultdict[str, float] = defaultdict(float)

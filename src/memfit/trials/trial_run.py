@@ -10,7 +10,7 @@ from msgspec import json
 from memfit.analysis.trial_result import RunTrial, TrialResult, ran_to_completion
 from memfit.errors import MemfitError
 from memfit.injection.injection_files import InjectionReport, InjectionSettings
-from memfit.records import Change, ScriptEnd, StepOperations
+from memfit.records import Change, ScriptEnd, StepOperations, Trace
 from memfit.run.child_start import StartScript, start_script
 from memfit.run.options import RunOptions
 from memfit.run.parent import ScriptProgress, run_script
@@ -125,7 +125,7 @@ def _run_once(
             models=report.models,
             shares=report.shares,
             sharding_calls=report.sharding_calls,
-            operations=injection.operations(),
+            operations=_recorded_operations(injection, trace),
             counts=report.operations,
         ), True
 
@@ -185,6 +185,16 @@ class Injection:
             return why
         missing = self._change.own_sharding.keys() - {each.call for each in report.sharding_calls}
         return f"the script does not call {', '.join(sorted(missing))}" if missing else ""
+
+
+def _recorded_operations(injection: Injection, trace: Trace) -> StepOperations | None:
+    """Return the operations of a step; of compiled code, those of the trace, if Inductor compiled it."""
+    recorded, step = injection.operations(), trace.step
+    if recorded is None or not recorded.compiled:
+        return recorded
+    if step is None or not step.compiled:
+        return None
+    return replace(recorded, forward=tuple(step.operations[number] for number in step.order))
 
 
 @contextmanager

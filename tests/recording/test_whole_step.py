@@ -1,0 +1,146 @@
+"""The operations of a training step, recorded while the script runs as without memfit."""
+
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from memfit.records import Phase
+from memfit.trace.trace_file import read_trace
+
+pytestmark = pytest.mark.warm
+
+START = """
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        def forward(self, x):
+            return x + self.down(torch.relu(self.up(x)))
+
+    blocks = [Block().cuda() for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(32, 64, device="cuda")
+"""
+LOOP = """
+    for _ in range(4):
+        for _ in range(MICRO):
+            x = inputs
+            for block in blocks:
+                x = checkpoint(block, x, use_reentrant=False) if CHECKPOINTED else block(x)
+            x.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+PRODUCT = 2 * 32 * 64 * 256
+"""Floating-point operations of one product."""
+
+
+def step_of(dry_run, tmp_path, loop, *, steps=3, micro=1, checkpointed=False):
+    """Return the recorded step of a script, and the trace's labels."""
+    script = textwrap.dedent(START) + textwrap.dedent(loop)
+    script = script.replace("MICRO", str(micro)).replace("CHECKPOINTED", str(checkpointed))
+    file = tmp_path / "run.memfit"
+    dry_run(script, options=("--steps", str(steps), "-o", str(file)))
+    trace = read_trace(Path(file))
+    return trace.step, trace.labels
+
+
+def products(step, labels):
+    """Return how many products of the blocks' layers each phase runs."""
+    found = Counter()
+    for number, label in zip(step.order, step.labels, strict=True):
+        found[labels[label].phase] += step.operations[number].flops == PRODUCT
+    return {phase: count for phase, count in found.items() if count}
+
+
+def test_each_product_of_a_step_is_recorded_once_in_its_phase_and_module(dry_run, tmp_path):
+    step, labels = step_of(dry_run, tmp_path, LOOP)
+    assert products(step, labels) == {Phase.FORWARD: 6, Phase.BACKWARD: 11}  # no gradient of the inputs
+    modules = {labels[label].module for label in step.labels if labels[label].phase is Phase.FORWARD}
+    assert {"0.up", "0.down", "2.up"} <= {module.partition(".")[2] or module for module in modules} | modules
+    first = next(each for each in step.operations if each.flops == PRODUCT)
+    assert [each.shape for each in first.operands] == [(256,), (32, 64), (64, 256)]
+    assert [each.layout for each in first.operands] == ["", "", "transposed"]
+    assert not step.tf32
+    assert not step.replayed
+
+
+def test_what_a_checkpoint_runs_again_is_recorded_and_so_is_each_micro_batch(dry_run, tmp_path):
+    step, labels = step_of(dry_run, tmp_path, LOOP, micro=2, checkpointed=True)
+    found = products(step, labels)
+    assert found[Phase.FORWARD] == 12
+    assert found[Phase.RECOMPUTE] == 6  # it stops where the last layer has its inputs
+    assert found[Phase.BACKWARD] == 22
+
+
+def test_the_second_of_two_steps_is_recorded_and_no_first_one(dry_run, tmp_path):
+    step, labels = step_of(dry_run, tmp_path, LOOP, steps=2)
+    assert products(step, labels) == {Phase.FORWARD: 6, Phase.BACKWARD: 11}
+    assert step_of(dry_run, tmp_path, LOOP, steps=1)[0] is None
+
+
+def test_a_step_with_updates_in_the_backward_is_recorded(dry_run, tmp_path):
+    loop = """
+    del optimizer
+    own = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+    def update(parameter):
+        own[parameter].step()
+        own[parameter].zero_grad()
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(update)
+    for _ in range(5):
+        model(inputs).square().mean().backward()
+    """
+    step, labels = step_of(dry_run, tmp_path, loop)
+    assert products(step, labels) == {Phase.FORWARD: 6, Phase.BACKWARD: 11}
+
+
+def test_a_fork_in_a_step_makes_the_recorder_wait_for_the_next(dry_run, tmp_path):
+    loop = """
+    import os
+    for number in range(4):
+        loss = model(inputs).square().mean()
+        if number == 1:
+            child = os.fork()
+            if not child:
+                os._exit(0)
+            os.waitpid(child, 0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    step, labels = step_of(dry_run, tmp_path, loop)
+    assert products(step, labels) == {Phase.FORWARD: 6, Phase.BACKWARD: 11}
+
+
+def test_the_host_waits_where_the_script_reads_a_number(dry_run, tmp_path):
+    step, _ = step_of(dry_run, tmp_path, LOOP.replace("x.square()", "print(x.sum().item()); x.square()"))
+    waits = [step.operations[number].name for number in step.order if step.operations[number].waits]
+    assert waits == ["aten._local_scalar_dense.default"]
+
+
+def test_replays_of_a_cuda_graph_are_noticed(dry_run, tmp_path):
+    loop = """
+    step = torch.cuda.CUDAGraph()
+    static = inputs.clone()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(static).square().mean().backward()
+        optimizer.step()
+    with torch.cuda.graph(step):
+        model(static)
+    for _ in range(5):
+        step.replay()
+        optimizer.zero_grad()
+        model(static).square().mean().backward()
+        optimizer.step()
+    """
+    step, _ = step_of(dry_run, tmp_path, loop.replace("range(3)", "range(0)"), steps=4)
+    assert step.replayed
