@@ -20,7 +20,7 @@ from typing import Any
 
 from memfit.devices import Device, find_device
 from memfit.records.step_operations import Operation
-from memfit.timing.kernel_formulas import COEFFICIENTS, Coefficients, seconds_of_work
+from memfit.timing.kernel_formulas import COEFFICIENTS, GROUP_INSTRUCTIONS, Coefficients, seconds_of_work
 from memfit.timing.kernel_work import KernelWork, issues_nothing, work_of
 
 
@@ -48,9 +48,6 @@ LONG = 1e-4
 _TENSOR_CORES = {"bfloat16", "float16", "tf32"}
 _STACKED = 2048
 """Bits of a memory bus: only stacked memory (HBM) has more."""
-_GROUP_INSTRUCTIONS = {9, 10}
-"""Major compute capabilities whose matrix units need other instructions than those before and after them
-(``wgmma``, ``tcgen05``) for their full rate."""
 _HOST_SPREAD = 0.3
 """Of copies between host and card; assumed: pinned memory gets most of the link's rate, other memory half."""
 _WITH_PRECISION = {"product", "convolution", "convolution_backward"}
@@ -100,7 +97,7 @@ class KernelTimes:
         if kind not in self._fits:
             self._fits[kind] = find_coefficients(kind, self._device, without_own=self._without_own)
         fit = self._fits[kind]
-        seconds = seconds_of_work(work, self._device, fit.values)
+        seconds = seconds_of_work(work, self._device, fit.values, warm=True)
         if work.kind in _ONE_OF_SEVERAL:
             seconds += fit.values["floor"] * max(operation.launches - 1, 0)
         return KernelTime(seconds, fit.long if seconds > LONG else fit.spread, fit.basis)
@@ -112,8 +109,7 @@ def on_tensor_cores(work: KernelWork) -> KernelWork:
     float32 is TF32 by default, unlike in matrix products. Images with channels first are copied.
     """
     dtype = "tf32" if work.dtype == "float32" else work.dtype
-    copied = 3 if work.product and not work.channels_last else 1
-    return replace(work, dtype=dtype, traffic=copied * work.traffic)
+    return replace(work, dtype=dtype, reordered=0 if work.channels_last else 2 * work.traffic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +159,14 @@ def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | 
 
     What the table prefers comes first, then the same compute capability. Attention is next like that of cards
     with the same instructions for matrices, everything like that of cards with the same sort of memory; then
-    the next capability counts, and the next rate.
+    the next capability counts, the next rate, and the next bandwidth.
 
     >>> from memfit.devices import find_device
     >>> nearest_relative(find_device("RTX 4090"), ["A100-80GB", "L40S", "T4"])
     'L40S'
     """
-    preferred = kernel_table().get("prefer", {}).get(device.name)
-    if preferred in names:
+    preferred = next((name for name in kernel_table()["prefer"].get(device.name, ()) if name in names), None)
+    if preferred is not None:
         return str(preferred)
     attention = kind.startswith(("flash", "efficient", "cudnn"))
 
@@ -179,10 +175,11 @@ def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | 
         (major, minor), (its_major, its_minor) = device.compute_capability, other.compute_capability
         return (
             device.compute_capability != other.compute_capability,
-            attention and (major in _GROUP_INSTRUCTIONS) != (its_major in _GROUP_INSTRUCTIONS),
+            attention and (major in GROUP_INSTRUCTIONS) != (its_major in GROUP_INSTRUCTIONS),
             (device.memory_bus_width > _STACKED) != (other.memory_bus_width > _STACKED),
             abs(10 * major + minor - 10 * its_major - its_minor),
             abs(math.log(device.rate("fp16") / other.rate("fp16"))),
+            abs(math.log(device.memory_bandwidth / other.memory_bandwidth)),
         )
 
     return min(names, key=distance, default=None)
