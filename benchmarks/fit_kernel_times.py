@@ -82,7 +82,7 @@ def fit_coefficients(kind: str, rows: list[Row]) -> dict[str, float]:
 
     formula = "attention" if kind.startswith(("flash", "cudnn")) else kind.split("_", maxsplit=1)[0]
     names = [*NAMES.get(formula, NAMES["traffic"])]
-    if kind == "product_16":
+    if any(row.source == "aiconfigurator" for row in rows) and formula == "product":
         names.append("floor")  # timed in CUDA graphs, without the host
     start = [math.log(START[name]) for name in names]
     some = sample(rows)

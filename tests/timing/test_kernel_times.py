@@ -265,6 +265,12 @@ def test_a_card_that_trains_has_the_clock_that_its_power_limit_sustains():
     assert KernelTimes(find_device("H100")).of(work).seconds > 1.05 * cold
 
 
+def test_what_the_kernel_before_left_in_the_cache_is_read_faster():
+    times = KernelTimes(find_device("L40S"))  # 96 MiB of L2 cache
+    small, large = (times.of(pointwise("aten.add.Tensor", n, 1 << 20)).seconds for n in (1, 64))
+    assert small < 0.7 * large / 64
+
+
 def test_images_with_channels_first_are_copied_for_tensor_cores():
     first, last = (tensor(64, 256, 56, 56, layout=layout) for layout in ("", "permuted"))
     times = [
