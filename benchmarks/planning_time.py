@@ -18,7 +18,7 @@ from torch import nn
 
 from memfit.devices import DEFAULT, find_device
 from memfit.planning.choose_checkpointing import CheckpointChooser
-from memfit.planning.run_changes_on_ghost import roofline_time_estimator
+from memfit.planning.run_changes_on_ghost import kernel_time_estimator
 from memfit.recording.step_operations import StepOperationRecorder
 from memfit.records import Operation, StepOperations
 
@@ -80,7 +80,7 @@ def solve(step: StepOperations, seconds: Callable[[Operation], float], share: fl
 
 def main() -> None:
     """Print a row for each network."""
-    seconds = roofline_time_estimator(find_device(DEFAULT))
+    seconds = kernel_time_estimator(find_device(DEFAULT))
     shares = ", ".join(f"{share:.0%}" for share in SHARES)
     print(
         table_head(("network", "modules", "operations", f"build and solve at {shares}", "longest"), "lrrrr")

@@ -53,6 +53,7 @@ BENCHMARKS = (
     Benchmark("planning_time", 2, "the planner alone: seconds to build and to solve a program"),
     Benchmark("ranks", 2, "dry runs of 64 GPUs and of a pipeline: time and host memory"),
     Benchmark("seed_table", 1, "memory and time of RetinaNet under MMDetection's settings"),
+    Benchmark("times", 60, "step times that others published for real cards, beside memfit's"),
     Benchmark("torch_versions", 15, "memfit with other versions of PyTorch; make test-versions runs all"),
     Benchmark("watch_overhead", 1, "what memfit.watch costs per step"),
     Benchmark("gpu/ghost_today", 5, "the ghost of today beside what validate measured on cards earlier"),

@@ -120,3 +120,18 @@ def format_bytes(amount: int) -> str:
         if abs(amount) >= unit:
             return f"{amount / unit:,.1f} {name}"
     return f"{amount} B"
+
+
+_DIGITS = 3
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration in the unit that suits it, to three digits.
+
+    >>> [format_seconds(each) for each in (0.31284, 0.0000312, 75.3, 5400.0)]
+    ['313 ms', '31.2 us', '75.3 s', '90.0 min']
+    """
+    scales = ((1e-6, "us", 1e-3), (1e-3, "ms", 1.0), (1.0, "s", 120.0), (60.0, "min", 7200.0))
+    scale, unit = next(((each[0], each[1]) for each in scales if seconds < each[2]), (3600.0, "h"))
+    digits = max(0, _DIGITS - len(str(int(seconds / scale))))
+    return f"{seconds / scale:.{digits}f} {unit}"

@@ -51,6 +51,7 @@ from memfit.records import (
     Trace,
     worst_provenance,
 )
+from memfit.timing.step_time import step_time_of_trace
 from memfit.units import format_bytes
 
 _NOTABLE = 0.01
@@ -120,6 +121,7 @@ def dry_run_of_attributed_trace(trace: Trace, line: Timeline, attribution: Attri
         ),
         shortened=trace.shortened,
         longest=fit_peaks_to_batch_sizes(trace, line),
+        step_time=step_time_of_trace(trace),
     )
 
 

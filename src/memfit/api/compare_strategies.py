@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.strategy_comparison import (
     AS_IN,
     StrategyCombination,
@@ -14,10 +13,8 @@ from memfit.analysis.strategy_comparison import (
     with_change_from_first_run,
 )
 from memfit.analysis.trial_result import TrialResult
-from memfit.devices import DEFAULT, Device, find_device
+from memfit.devices import DEFAULT, find_device
 from memfit.errors import TargetError, UsageError
-from memfit.planning.compared_step_time import step_time
-from memfit.planning.run_changes_on_ghost import RULE
 from memfit.planning.strategies_to_compare import (
     strategies_to_compare,
     why_unsuitable,
@@ -27,9 +24,9 @@ from memfit.records import (
     Change,
     ComparedRun,
     DeviceUse,
-    DryRun,
     ScriptEnd,
     StepOperations,
+    StepTime,
     StrategyComparison,
     equality_of,
 )
@@ -39,6 +36,7 @@ from memfit.run.parent import ScriptProgress, checked_script_argv
 from memfit.run.resolve_ghost_settings import resolve_ghost_settings
 from memfit.strategies.read_plan_or_settings import read_plan_or_settings
 from memfit.strategies.settings_files import SUFFIXES
+from memfit.timing.step_time import step_time_of_trace
 from memfit.trials.rank_runs import RankRun, RankRuns, UnfinishedRankError
 from memfit.trials.runs_side_by_side import ProgressOfFirst, RunsAhead
 from memfit.trials.trial_run import NO_MODEL
@@ -107,20 +105,20 @@ def compare(  # noqa: PLR0913 - one parameter an option
     _expect_known([name for name in rows if Path(name) not in files], strategies_to_compare(world_size))
     own = [StrategyCombination(f"{AS_IN}{file}", read_plan_or_settings(file).change) for file in files]
     command = checked_script_argv(script, arguments, options, None)
-    device, card = resolve_ghost_settings(options).device, find_device(gpu)
+    device = resolve_ghost_settings(options).device
     progress = ProgressOfFirst(on_progress)
     with RankRuns(command, options, progress.show) as ranks:
         first, written = _as_written(command, device, ranks)
-        plain = _Plain(written, dry_run_of_trace(written.trace), card, times=not ranks.distributed)
+        plain = _Plain(written, None if ranks.distributed else step_time_of_trace(written.trace))
         base, *others = strategies_to_compare(
-            world_size, distributed=ranks.distributed, own=written.sharding_calls, card=card
+            world_size, distributed=ranks.distributed, own=written.sharding_calls, card=find_device(gpu)
         )
         chosen = [one for one in others if not rows or {one.name, one.group} & set(rows)] + own
         runs, interrupted = [_largest(base, first, device, plain)], False
         refused: dict[Change, ScriptEnd] = {}
 
         def run(one: StrategyCombination, what: str) -> ComparedRun | ScriptEnd:
-            made = plain.refusal(one.change) or ranks.under(plain.recorded(one.change), what)
+            made = plain.refusal(one.change) or ranks.under(one.change, what)
             return made if isinstance(made, ScriptEnd) else _largest(one, made, device, plain)
 
         ahead = RunsAhead(run, progress)
@@ -151,7 +149,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
         versions=written.trace.versions,
         distributed=ranks.distributed,
         sharding_calls=written.sharding_calls,
-        rule=RULE if runs[0].time is not None else "",
+        rule=plain.time.basis if plain.time else "",
         draws=step is not None and any(each.random for each in step.forward),
         interrupted=interrupted,
     )
@@ -178,10 +176,8 @@ class _Plain:
     """The script as written, with what the other rows are measured by."""
 
     result: TrialResult
-    found: DryRun
-    card: Device
-    times: bool
-    """Whether times are known: not what GPUs of a job send each other."""
+    time: StepTime | None
+    """Of a step; None if it is not known: what GPUs of a job send each other takes time, too."""
 
     @property
     def step(self) -> StepOperations | None:
@@ -191,11 +187,6 @@ class _Plain:
         """Return strategies as they suit the script's batches."""
         return with_dimension_of_samples(change, self.result.trace, self.step)
 
-    def recorded(self, change: Change) -> Change:
-        """Return strategies with a record of the step's operations, if that gives its time."""
-        is_sharded = bool(change.own_sharding) or "sharding" in change.plan
-        return replace(change, operations=self.times and self.step is not None and not is_sharded)
-
     def refusal(self, change: Change) -> ScriptEnd | None:
         """Return why strategies do not suit the script, if its own step shows that."""
         why = why_unsuitable(change, self.step)
@@ -203,11 +194,13 @@ class _Plain:
 
     def compared(self, run: ComparedRun, change: Change, under: TrialResult) -> ComparedRun:
         """Return a run with its time, and what it computes, compared with the script as written."""
-        step = under.operations if self.recorded(change).operations else None
+        is_sharded = bool(change.own_sharding) or "sharding" in change.plan
+        time = None if is_sharded else step_time_of_trace(under.trace)
         compiled = self.step is not None and self.step.compiled
         return replace(
             run,
-            time=step_time(change, step, self.step, self.found, self.card),
+            time=time.seconds / self.time.seconds if time and self.time else None,
+            step_time=time,
             equality=equality_of(change, compiled=compiled),
         )
 
@@ -218,7 +211,7 @@ def _as_written(
     """Run the script as written: on every rank, if it trains on several GPUs itself.
 
     Returns:
-        A run of each role, and the run whose operations give the time of a step.
+        A run of each role, and the run whose operations tell what suits the script.
 
     Raises:
         TargetError: it fails.

@@ -1,20 +1,20 @@
 """Which GPUs run a script: a plan for each, from runs that GPUs of one compute capability share."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.devices import Device, all_devices
+from memfit.devices import Device, all_devices, find_device
 from memfit.errors import TargetError
 from memfit.planning.find_plan import find_plan
 from memfit.planning.run_changes_on_ghost import (
     RULE,
     PlannedScript,
     host_copy_time_estimator,
-    roofline_time_estimator,
+    kernel_time_estimator,
 )
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Change, DeviceUse, GpusFor, ScriptEnd, ScriptPlan
@@ -34,14 +34,17 @@ def gpus_for(  # noqa: PLR0913 - one parameter an option
     steps: int = STEPS,
     values: str = "",
     bitwise: bool = False,
+    prices: Mapping[str, float] | None = None,
     on_progress: Callable[[ScriptProgress], None] = lambda _: None,
 ) -> GpusFor:
     """Return which GPUs of the table (``memfit gpus``) run an unmodified script, as written or under a plan.
 
-    The arguments are those of ``memfit.plan``. GPUs of one compute capability share the runs of the script,
-    which asks each for the same memory. If it reads the size of the GPU, it gets that of the largest.
+    The arguments are those of ``memfit.plan``; ``prices`` has what an hour of some GPUs costs. GPUs of one
+    compute capability share the runs of the script, which asks each for the same memory. If it reads the size
+    of the GPU, it gets that of the largest.
 
     Raises:
+        UnknownDeviceError: a price is of no GPU of the table.
         MemfitError: the script does not exist, this PyTorch or platform is not supported, or the script as
             written cannot be run on any GPU.
 
@@ -49,6 +52,7 @@ def gpus_for(  # noqa: PLR0913 - one parameter an option
     >>> [plan.device.name for plan in found.plans if plan.chosen is plan.as_written][:2]  # doctest: +SKIP
     ['RTX 3060', 'RTX 4070']
     """
+    priced = {find_device(name).name: price for name, price in (prices or {}).items()}
     options = RunOptions(module=module, steps=steps, in_use=in_use, values=values)
     allowed = AllowedChanges(rounding=not bitwise)
     command = checked_script_argv(script, arguments, options, None)
@@ -71,7 +75,7 @@ def gpus_for(  # noqa: PLR0913 - one parameter an option
         raise next(iter(failed.values()))
     plans.sort(key=lambda plan: plan.device.total.bytes)
     reasons = {name: str(error) for name, error in failed.items()}
-    return GpusFor(tuple(plans), reasons, command, plans[0].versions)
+    return GpusFor(tuple(plans), reasons, command, plans[0].versions, priced)
 
 
 def _plans(
@@ -100,7 +104,7 @@ def _plans(
 
         for card in cards:
             device = resolve_ghost_settings(replace(options, gpu=card.name)).device
-            times = roofline_time_estimator(card), host_copy_time_estimator(card)
+            times = kernel_time_estimator(card), host_copy_time_estimator(card)
             planned = PlannedScript(partial(run_on, device), *times, RULE)
             plan = find_plan(planned, device.total.bytes - options.in_use, allowed)
             plans.append(replace(plan, device=device))

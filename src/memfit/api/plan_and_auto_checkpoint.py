@@ -16,7 +16,7 @@ from memfit.planning.run_changes_on_ghost import (
     RULE,
     PlannedScript,
     host_copy_time_estimator,
-    roofline_time_estimator,
+    kernel_time_estimator,
 )
 from memfit.planning.strategy_and_allocator_changes import LOW_BIT_STATE, PRECISIONS, AllowedChanges
 from memfit.records import Change, ScriptEnd, ScriptPlan
@@ -251,7 +251,7 @@ def _plan_for(
         runs = RunsAhead(functools.partial(_run_ranks, ranks), shows)
         planned = PlannedScript(
             runs.run,
-            roofline_time_estimator(card),
+            kernel_time_estimator(card),
             host_copy_time_estimator(card),
             RULE,
             job.world_size,

@@ -18,6 +18,7 @@ def gpus(
     in_use: InUse = 0,
     bitwise: bool = False,
     steps: int = STEPS,
+    price: Annotated[tuple[str, ...], Parameter(consume_multiple=False, negative="")] = (),
     json: Json = None,
     values: Values = (),
 ) -> int:
@@ -28,6 +29,8 @@ def gpus(
             each compute capability, and looks for a plan, as memfit plan does, where it does not fit.
         bitwise: Find plans whose results are the same bit for bit.
         steps: Stop each run after this many training steps, at least 2.
+        price: What an hour of a GPU costs, such as RTX-4090=0.40; once for each. Those are listed first, and
+            what costs least per step comes first.
     """
     if not for_script:
         return _list(command)
@@ -42,6 +45,7 @@ def gpus(
             steps=steps,
             values=",".join(values),
             bitwise=bitwise,
+            prices=dict(map(_price, price)),
             on_progress=show,
         )
     write_result(result, json)
@@ -57,3 +61,17 @@ def _list(command: tuple[str, ...]) -> int:
     with console_on_stdout() as console:
         print_devices(all_devices(), console)
     return 0
+
+
+def _price(text: str) -> tuple[str, float]:
+    """Return a GPU and what an hour of it costs: ``RTX-4090=0.40`` or ``RTX-4090=0.40/h``."""
+    name, _, amount = text.rpartition("=")
+    try:
+        price = float(amount.removesuffix("/h"))
+    except ValueError:
+        price = -1.0
+    if not name or not 0 <= price < float("inf"):
+        raise UsageError(
+            f"--price takes a GPU and what an hour of it costs, such as RTX-4090=0.40, not {text}."
+        )
+    return name, price

@@ -30,6 +30,7 @@ from memfit.planning.run_changes_on_ghost import (
     PlannedScript,
     PlanRuns,
     forward_and_backward_seconds,
+    seconds_beside_passes,
     seconds_to_run_model_again,
 )
 from memfit.planning.shardings import own_sharding_changes, with_unsharded_module_names
@@ -92,6 +93,7 @@ class CheckpointingBases:
         """Seconds of a step as written."""
         if plain.operations is not None:
             self.step = forward_and_backward_seconds(plain.operations, script.seconds)
+            self.step += seconds_beside_passes(plain, script.seconds)
 
     def base(self, plan: Change, result: TrialResult, run: PlanRun) -> CheckpointingBase:
         """Return the base that a run is, whose operations were recorded."""
@@ -206,9 +208,9 @@ class CheckpointingBases:
         """Return the time of a recorded run's step, relative to the script as written; copies as in Base."""
         if result.operations is None:
             return float("inf")
-        step = plan.parts * (
-            forward_and_backward_seconds(result.operations, self._script.seconds) / self.step + copies
-        )
+        seconds = self._script.seconds
+        passes = forward_and_backward_seconds(result.operations, seconds) / self.step + copies
+        step = plan.parts * passes + seconds_beside_passes(result, seconds) / self.step
         if is_made_by_loop(plan):
             step += (plan.parts - 1) / plan.parts * self.forward_again()
         return step + (self._copies_of_state() if offloads_state(plan) else 0.0)

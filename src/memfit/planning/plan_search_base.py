@@ -14,6 +14,7 @@ from memfit.planning.module_checkpoint_options import bytes_of_storages
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Change, Figure, PlanRun, ScriptPlan, StepOperations, Term, traits_of_strategy
+from memfit.timing.step_time import step_time_of_trace
 from memfit.units import format_gib
 
 _NOT_YET = "The time for the search was over before a plan fitted. Those that memfit has not run yet may fit."
@@ -149,6 +150,7 @@ class PlanSearch(ABC):
             max_slowdown=slowdown if isfinite(slowdown) else None,
             too_slow=too_slow,
             dropped=tuple(self._runs.dropped),
+            step_time=step_time_of_trace(trace) if self._script.ranks == 1 else None,
             sharding_calls=self._plain.sharding_calls,
         )
         return self._completed(answer)

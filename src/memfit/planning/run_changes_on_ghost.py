@@ -1,5 +1,6 @@
 """Run changes to a script on the ghost: what it then needs, and what holds the memory at its peak."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -8,7 +9,8 @@ from memfit.analysis.needed_memory import ReplayableRun, process_bytes_with_rese
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.devices import Device
 from memfit.planning.strategy_and_allocator_changes import expandable_segments_change
-from memfit.records import Change, Operation, PlanRun, ScriptEnd, StepOperations
+from memfit.records import Change, Operation, Phase, PlanRun, ScriptEnd, StepOperations
+from memfit.timing.kernel_times import KernelTimes
 
 RunAhead = Callable[[Sequence[tuple[Change, str]]], None]
 """Makes runs that a search will or may ask for, given the change and the name of each, side by side."""
@@ -187,31 +189,26 @@ def replayable_runs_of_ranks(result: TrialResult) -> list[ReplayableRun]:
     return [replayable_run_of_trial(each) for each in (result, *result.others)]
 
 
-LAUNCH = 5e-6
-"""Seconds from one kernel of eager PyTorch to the next, at least. Assumed: not measured on a card."""
-RULE = "roofline of the card: full arithmetic rate or memory bandwidth, at least 5 us per kernel"
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+RULE = "kernels as others measured them on this card or its nearest relative"
 
 
-def roofline_time_estimator(device: Device) -> Callable[[Operation], float]:
+def kernel_time_estimator(device: Device) -> Callable[[Operation], float]:
     """Return how many seconds an operation takes on a card.
 
     >>> from memfit.devices import find_device
-    >>> flops, moved = 2 * 4096**3, 3 * 4096**2 * 2
+    >>> from memfit.records import Operand
+    >>> square, size = Operand((4096, 4096), "bfloat16"), 3 * 4096**2 * 2
     >>> product = Operation(
-    ...     "aten.mm.default", 0, -1, (5, 6), (7,), (), flops, moved, "bfloat16", False, 0.0, 0
+    ...     *("aten.mm.default", 0, -1, (5, 6), (7,), (), 2 * 4096**3, size, "bfloat16", False, 0.0, 0),
+    ...     operands=(square, square),
+    ...     results=(square,),
+    ...     launches=1,
     ... )
-    >>> f"{1e3 * roofline_time_estimator(find_device('A100-80GB'))(product):.2f} ms"
-    '0.44 ms'
+    >>> 0.4e-3 < kernel_time_estimator(find_device("A100-80GB"))(product) < 0.7e-3
+    True
     """
-
-    def seconds(operation: Operation) -> float:
-        if not operation.creates and not operation.writes and not operation.flops:
-            return 0.0  # a view
-        rate = device.rate(_DTYPES.get(operation.dtype, operation.dtype))
-        return max(operation.flops / rate, operation.moved / device.memory_bandwidth, LAUNCH)
-
-    return seconds
+    times = KernelTimes(device)
+    return functools.cache(lambda operation: times.of(operation).seconds)
 
 
 def host_copy_time_estimator(device: Device) -> Callable[[int], float]:
@@ -243,3 +240,18 @@ def seconds_to_run_model_again(step: StepOperations, seconds: Callable[[Operatio
 def forward_and_backward_seconds(step: StepOperations, seconds: Callable[[Operation], float]) -> float:
     """Return the seconds of the forward and the backward of a step."""
     return sum(seconds(operation) for operation in (*step.forward, *step.backward))
+
+
+_PASSES = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.RECOMPUTE)
+
+
+def seconds_beside_passes(result: TrialResult, seconds: Callable[[Operation], float]) -> float:
+    """Return the seconds of a step outside of forward and backward: of the update, above all.
+
+    0 if the step was not recorded as a whole.
+    """
+    step, labels = result.trace.step, result.trace.labels
+    if step is None:
+        return 0.0
+    order = zip(step.order, step.labels, strict=True)
+    return sum(seconds(step.operations[at]) for at, label in order if labels[label].phase not in _PASSES)

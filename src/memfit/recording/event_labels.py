@@ -37,6 +37,8 @@ class LabelBook:
         """(serial, kind, index): the mark precedes the first event of that serial or a later one."""
         self.listeners: list[Callable[[MarkKind, int], None]] = []
         """Each is called with the kind and the index of a mark that has just been added."""
+        self.on_use: Callable[[int], None] | None = None
+        """Called with each label that has just been put in force, on its thread."""
         self._current: dict[int, int] = {}
         self.use(self.intern(Phase.SETUP))
 
@@ -82,6 +84,8 @@ class LabelBook:
         self.serials.append(label)
         if self._stamp is not None:
             self._stamp(self.forgotten + len(self.serials) - 1)
+        if self.on_use is not None:
+            self.on_use(label)
 
     @contextmanager
     def doing(self, op: str) -> Iterator[None]:

@@ -11,6 +11,8 @@ from torch.utils.flop_counter import flop_registry
 from memfit.records import Operand, Operation
 
 _SUM = 2
+WITHOUT_KERNEL = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "lift")
+"""What the names of operations begin with that are no views, and run nothing on the GPU."""
 _NOWHERE: dict[str, Any] = {
     "call": -1, "source": -1, "reads": (), "creates": (), "writes": (), "random": False, "seconds": 0.0,
     "allocated": 0,
@@ -26,7 +28,7 @@ def operation_of_call(operation: Any, args: Any, kwargs: Any, result: Any, **mor
         args: its arguments.
         kwargs: its keyword arguments.
         result: what it returned.
-        more: further fields of ``Operation``.
+        more: further fields of ``Operation``; what it launches is otherwise assumed to be one kernel.
 
     >>> args = torch.ones(2, 3), torch.ones(3, 4)
     >>> mm = torch.ops.aten.mm.default
@@ -37,7 +39,12 @@ def operation_of_call(operation: Any, args: Any, kwargs: Any, result: Any, **mor
     tensors = tensors_among(result)
     passed = tensors_among((args, kwargs))
     formula = flop_registry.get(operation._overloadpacket)
-    fields: dict[str, Any] = _NOWHERE | more
+    is_on_gpu = any(each.is_cuda for each in (*passed, *tensors))
+    operands, results = (
+        tuple(_operand(part, is_on_gpu=is_on_gpu) for each in some for part in plain_tensors(each))
+        for some in (passed, tensors)
+    )
+    fields: dict[str, Any] = _NOWHERE | {"launches": int(_runs_a_kernel(operation))} | more
     return Operation(
         **fields,
         name=str(operation),
@@ -48,8 +55,8 @@ def operation_of_call(operation: Any, args: Any, kwargs: Any, result: Any, **mor
         factor=_factor(operation, args),
         mixed=_mixed_sizes(operation, args, kwargs),
         single=len(tensors) == 1 and tensors[0].numel() == 1,
-        operands=tuple(_operand(part) for each in passed for part in plain_tensors(each)),
-        results=tuple(_operand(part) for each in tensors for part in plain_tensors(each)),
+        operands=operands,
+        results=results,
         is_causal=_is_causal(operation, args, kwargs),
     )
 
@@ -70,8 +77,17 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def _operand(tensor: torch.Tensor) -> Operand:
-    return Operand(tuple(tensor.shape), _dtype(tensor), "" if tensor.is_contiguous() else _layout(tensor))
+def _operand(tensor: torch.Tensor, *, is_on_gpu: bool) -> Operand:
+    """Describe a tensor; the host's are special where the operation runs on the GPU, single numbers apart."""
+    is_away = is_on_gpu and not tensor.is_cuda and tensor.ndim
+    layout = "host" if is_away else layout_of_strides(tensor.shape, tensor.stride())
+    return Operand(tuple(tensor.shape), _dtype(tensor), layout)
+
+
+@functools.cache
+def _runs_a_kernel(operation: Any) -> bool:
+    name = operation._overloadpacket.__name__
+    return not (operation.is_view or name.startswith(WITHOUT_KERNEL))
 
 
 @functools.cache
@@ -83,10 +99,19 @@ def _dtype(tensor: torch.Tensor) -> str:
     return _name_of_dtype(tensor.dtype)
 
 
-def _layout(tensor: torch.Tensor) -> str:
-    dimensions = [each for each in zip(tensor.shape, tensor.stride(), strict=True) if each[0] > 1]
+def layout_of_strides(shape: Sequence[int], strides: Sequence[int]) -> str:
+    """Return the layout of a tensor, as in ``Operand``.
+
+    >>> layout_of_strides([2, 3], [3, 1]), layout_of_strides([3, 2], [1, 3])
+    ('', 'transposed')
+    >>> layout_of_strides([2, 3], [0, 1]), layout_of_strides([2, 3], [6, 1])
+    ('expanded', 'strided')
+    """
+    dimensions = [each for each in zip(shape, strides, strict=False) if each[0] > 1]
     if any(stride == 0 for _, stride in dimensions):
         return "expanded"
+    if _are_dense(dimensions):
+        return ""
     if _are_dense([*dimensions[:-2], *dimensions[:-3:-1]]):
         return "transposed"
     return "permuted" if _are_dense(sorted(dimensions, key=lambda each: -each[1])) else "strided"

@@ -1,60 +1,59 @@
 """Record what a script's second training step runs on the GPU, eager or compiled.
 
     1st step ends      every workspace and all of the optimizer's state exist
-        forward, loss, backward, update           recorded
+        forward, loss, backward, update           recorded by PyTorch's ExecutionTraceObserver
           in a compiled graph                     its kernels, as Inductor scheduled them
-          elsewhere                               the operations, as PyTorch dispatches them
+          elsewhere                               the operations
     2nd step ends
 
-Nothing that torch.compile or the allocator could see changes: the step runs as without memfit.
+The observer's file is read when the script has ended: the step runs as without memfit.
 """
 
+import os
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode as _innermost_mode
+from torch.profiler import ExecutionTraceObserver
 
 from memfit.ghost.compile.compiled_kernel_work import KERNELS
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.operation_interception import InterceptionModeAllowingCompilation
-from memfit.recording.operation_of_call import operation_of_call, tensors_among
+from memfit.recording.execution_trace import nodes_of_gpu, operation_of_node
 from memfit.records import MarkKind, Operation, WholeStep
 
 _GRAPH = Patch("torch._inductor.output_code:CompiledFxGraph", "__call__", why="record the kernels of a step")
-_ISSUED = ("launches", "library_calls", "cudnn_calls")
+_MARK, _GRAPH_MARK = "memfit:", "memfit:graph:"
+_STANDARD_ERROR = 2
 
 
 class WholeStepRecorder:
     """Records the operations of the second training step.
 
     Args:
-        ghost: counts launches and waits.
+        ghost: counts the replays of CUDA graphs.
         book: has the label of each thread.
     """
 
     def __init__(self, ghost: GhostRuntime, book: LabelBook) -> None:
         self._ghost, self._book = ghost, book
-        self._mode = InterceptionModeAllowingCompilation(self._run)
-        self._thread = 0
-        """That has entered the mode."""
-        self._begun = self._ended = False
+        self._observer: ExecutionTraceObserver | None = None
+        self._file: Path | None = None
         self._completed = 0
-        self._in_graph = 0
-        self._number: dict[Operation, int] = {}
-        self._order: list[int] = []
-        self._labels: list[int] = []
-        self._waits = self._replays = 0
+        self._graphs: list[Any] = []
+        self._replays = 0
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook compiled graphs, as soon as the script imports the compiler, and follow its training steps."""
         hooks.wrap_when_imported(_GRAPH, __call__=self._run_graph)
         self._book.listeners.append(self._marked)
+        os.register_at_fork(before=self._give_up)
 
     def _marked(self, kind: MarkKind, index: int) -> None:
         """Begin or end at the end of a training step; at the next forward if it ends in the backward."""
@@ -64,70 +63,114 @@ class WholeStepRecorder:
             return
         if torch._C._current_graph_task_id() != -1:  # perhaps on a thread of autograd's own
             return
-        if self._completed > 1:
+        if self._observer is not None and self._completed > 1:
             self._end()
-        elif self._completed and not self._begun and _innermost_mode() is None:
-            self._begun, self._thread = True, threading.get_ident()
-            self._waits, self._replays = self._ghost.counter("waits"), self._ghost.counter("replays")
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        elif self._observer is None and self._file is None and self._completed:
+            self._begin()
+
+    def _begin(self) -> None:
+        handle, name = tempfile.mkstemp(prefix="memfit-step-", suffix=".json")
+        os.close(handle)
+        self._file, self._replays = Path(name), self._ghost.counter("replays")
+        self._graphs.clear()
+        self._observer = ExecutionTraceObserver()
+        with _without_words_of_observer():
+            self._observer.register_callback(name)
+            self._observer.start()
+        self._book.on_use = self._used
+        self._used(self._book.current())
 
     def _end(self) -> None:
-        """Stop recording; leave the mode if no other of the script's is inside of it."""
-        if self._thread == threading.get_ident() and _innermost_mode() is self._mode:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._thread = 0
-        if self._begun and not self._ended:
-            self._replays = self._ghost.counter("replays") - self._replays
-            self._ended = True
+        observer, self._observer = self._observer, None
+        if observer is None:
+            return
+        self._book.on_use = None
+        with _without_words_of_observer():
+            observer.stop()
+            observer.unregister_callback()
+        self._replays = self._ghost.counter("replays") - self._replays
+
+    def _give_up(self) -> None:
+        """Record a later step instead: a fork of the process would write to the same file."""
+        if self._observer is not None:
+            self._end()
+            self._forget()
+            self._completed = min(self._completed, 1)
+
+    def _forget(self) -> None:
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            self._file = None
 
     def step(self) -> WholeStep | None:
         """Return what was recorded, if the whole step was."""
-        if not self._ended or not self._order:
+        is_whole = self._completed > 1
+        self._end()
+        try:
+            if self._file is None or not is_whole:
+                return None
+            return self._read(self._file)
+        finally:
+            self._forget()
+
+    def _read(self, file: Path) -> WholeStep | None:
+        number: dict[Operation, int] = {}
+        order: list[int] = []
+        labels: list[int] = []
+        label_of: dict[int, int] = {}  # by thread
+        for node, _ in nodes_of_gpu(file, _MARK):
+            thread = node.attribute("tid")
+            if node.name.startswith(_GRAPH_MARK):
+                kernels = self._graphs[int(node.name.removeprefix(_GRAPH_MARK))]
+                found = [_kernel(*each) for each in kernels]
+            elif node.name.startswith(_MARK):
+                label_of[thread] = int(node.name.removeprefix(_MARK))
+                continue
+            else:
+                found = [operation_of_node(node)]
+            for operation in found:
+                order.append(number.setdefault(operation, len(number)))
+                labels.append(label_of.get(thread, 0))
+        if not order:
             return None
-        return WholeStep(
-            tuple(self._number), tuple(self._order), tuple(self._labels), replayed=self._replays > 0
-        )
+        return WholeStep(tuple(number), tuple(order), tuple(labels), replayed=self._replays > 0)
 
-    def _run(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        if self._ended or self._in_graph:
-            return operation(*args, **kwargs)
-        issued, waits = self._issued(), self._ghost.counter("waits")
-        result = operation(*args, **kwargs)
-        tensors = tensors_among((args, kwargs, result))
-        if operation.is_view or not any(each.is_cuda for each in tensors):
-            return result
-        if any(isinstance(each, FakeTensor) for each in tensors):  # code that is being compiled
-            return result
-        waited, self._waits = waits > self._waits, self._ghost.counter("waits")
-        if waited:
-            self._add(Operation("synchronize", -1, -1, (), (), (), 0, 0, "", False, 0.0, 0, waits=True))
-        self._add(
-            operation_of_call(
-                operation,
-                args,
-                kwargs,
-                result,
-                launches=self._issued() - issued,
-                stream=torch._C._cuda_getCurrentStream(torch.cuda.current_device())[0],
-                waits=self._waits > waits,
-            )
+    def _used(self, label: int) -> None:
+        """Leave a mark in the trace: from here on, the calling thread does what a label says."""
+        torch.autograd._record_function_with_args_exit(
+            torch.autograd._record_function_with_args_enter(f"{_MARK}{label}")
         )
-        return result
-
-    def _issued(self) -> int:
-        return sum(map(self._ghost.counter, _ISSUED))
 
     def _run_graph(self, original: Callable[..., Any], graph: Any, inputs: Any) -> Any:
-        if not self._begun or self._ended or self._in_graph:
+        if self._observer is None:
             return original(graph, inputs)
-        for name, flops, moved, dtype in getattr(graph, KERNELS):
-            self._add(Operation(name, -1, -1, (), (), (), flops, moved, dtype, False, 0.0, 0, launches=1))
-        self._in_graph += 1
+        self._graphs.append(getattr(graph, KERNELS))
+        mark = torch.autograd._record_function_with_args_enter(f"{_GRAPH_MARK}{len(self._graphs) - 1}")
         try:
             return original(graph, inputs)
         finally:
-            self._in_graph -= 1
+            torch.autograd._record_function_with_args_exit(mark)
 
-    def _add(self, operation: Operation) -> None:
-        self._order.append(self._number.setdefault(operation, len(self._number)))
-        self._labels.append(self._book.current())
+
+def _kernel(name: str, flops: int, moved: int, dtype: str) -> Operation:
+    return Operation(name, -1, -1, (), (), (), flops, moved, dtype, False, 0.0, 0, launches=1)
+
+
+@contextmanager
+def _without_words_of_observer() -> Iterator[None]:
+    """Keep from standard error what the observer writes there; what others write meanwhile passes."""
+    with tempfile.TemporaryFile() as caught, _swapping:
+        kept = os.dup(_STANDARD_ERROR)
+        os.dup2(caught.fileno(), _STANDARD_ERROR)
+        try:
+            yield
+        finally:
+            os.dup2(kept, _STANDARD_ERROR)
+            os.close(kept)
+        caught.seek(0)
+        others = [line for line in caught if b"execution_trace_observer" not in line]
+        if others:
+            os.write(_STANDARD_ERROR, b"".join(others))
+
+
+_swapping = threading.Lock()

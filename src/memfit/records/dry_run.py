@@ -9,6 +9,7 @@ from memfit.records.loader_batches_and_peaks import PeakByBatchSize
 from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure, Note
 from memfit.records.script_end import ScriptEnd
+from memfit.records.step_time import StepTime
 from memfit.records.trace import ChildProcess, DeviceUse, JobRank, ScriptLocation, Shortened
 
 
@@ -260,6 +261,10 @@ class DryRun(PrintableResult):
     """What memfit made shorter than the script has it."""
     longest: tuple[PeakByBatchSize, ...] = ()
     """The loaders whose batches memfit looked through for the one that needs most."""
+
+    step_time: StepTime | None = None
+    """How long a training step takes on the device; None if the script made fewer than two on the ghost, or
+    replayed CUDA graphs of its own."""
 
     resumed: bool = False
     """Whether the result is of the run that resumed from what the first one had written."""

@@ -1,7 +1,7 @@
 """A plan for a script: what to change so that it fits a budget, and what that costs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memfit.records.dry_run import Term
 from memfit.records.own_sharding import ShardingCalls
@@ -9,7 +9,10 @@ from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure
 from memfit.records.script_change import Change, Equality, equality_of
 from memfit.records.step_operations import OperationCounts
+from memfit.records.step_time import StepTime
 from memfit.records.trace import DeviceUse, ScriptLocation
+
+_HOUR = 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,8 @@ class ScriptPlan(PrintableResult):
     """Whether the script as written trains on several GPUs. If it does not, but there are several ranks,
     ``as_written`` is the script with plain data parallelism."""
 
+    step_time: StepTime | None = None
+    """How long a step takes as written; None if that is not known, as where several GPUs share it."""
     sharding_calls: tuple[ShardingCalls, ...] = ()
     """How the script as written shards itself, by calls whose options plans change."""
     in_loop: PlanRun | None = None
@@ -137,6 +142,13 @@ class ScriptPlan(PrintableResult):
         return 0 < self.without_workspaces <= self.budget
 
     @property
+    def seconds(self) -> float | None:
+        """Seconds of a step under the chosen plan; None if there is none, or that is not known."""
+        if self.chosen is None or self.step_time is None:
+            return None
+        return self.step_time.seconds * self.chosen.time
+
+    @property
     def sharded(self) -> bool:
         """Whether a script for one GPU is to train on several."""
         return self.world_size > 1 and not self.distributed
@@ -154,3 +166,10 @@ class GpusFor(PrintableResult):
     """By GPU: why the script as written does not run on it, such as a PyTorch without kernels for it."""
     command: tuple[str, ...]
     versions: Mapping[str, str]
+    prices: Mapping[str, float] = field(default_factory=dict)
+    """By GPU: what an hour costs, as the user gave it."""
+
+    def cost(self, plan: ScriptPlan, steps: int) -> float | None:
+        """Return what so many steps cost under a plan; None if the price or the time is not known."""
+        price = self.prices.get(plan.device.name)
+        return None if price is None or plan.seconds is None else price * plan.seconds * steps / _HOUR

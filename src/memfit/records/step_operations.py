@@ -46,7 +46,8 @@ class Operand(NamedTuple):
     """``float32``."""
     layout: str = ""
     """Empty if its elements are in order; ``transposed`` if they are with the last two dimensions swapped;
-    ``expanded`` if some are repeated; ``permuted`` if they are dense in another order; else ``strided``."""
+    ``expanded`` if some are repeated; ``permuted`` if they are dense in another order; ``host`` if they are
+    on the host, and the operation copies them; else ``strided``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from memfit.records.own_sharding import CallOptions, ShardingCalls
 from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure, Provenance
 from memfit.records.script_change import Equality
+from memfit.records.step_time import StepTime
 from memfit.records.trace import DeviceUse, ScriptLocation
 
 
@@ -42,7 +43,9 @@ class ComparedRun:
     place: ScriptLocation | None = None
     """Where most was allocated."""
     time: float | None = None
-    """Of a step, relative to the script as written: estimated, see ``rule``; None if it is not known."""
+    """Of a step, relative to the script as written; None if either is not known."""
+    step_time: StepTime | None = None
+    """How long a step takes."""
     equality: Equality | None = None
     """What training computes, compared with the script as written, and under a sharding with DDP; None
     without figures."""

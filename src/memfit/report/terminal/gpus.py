@@ -1,5 +1,6 @@
 """The GPUs that memfit knows, and which of them run a script, on the terminal."""
 
+import math
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -12,7 +13,9 @@ from memfit.records.command_as_typed import command_as_typed
 from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.layout import plain_table, print_answer_and_subject, subject_in_words
 from memfit.report.terminal.script_plan import plan_changes_in_words
-from memfit.units import format_gib
+from memfit.units import format_gib, format_seconds
+
+_THOUSAND = 1000
 
 
 def print_devices(devices: Iterable[Device], console: Console) -> None:
@@ -55,6 +58,7 @@ def print_gpus_for(result: GpusFor, console: Console) -> None:
     command = escaped(" ".join(command_as_typed(result.command)))
     for line in (
         "The CUDA context, which is assumed, is included. ~ What is left is less than its uncertainty.",
+        "a step: predicted; memfit dry-run --gpu NAME says how far off it may be, and what it rests on.",
         f"The plan for one of them: memfit plan --gpu NAME {command}",
     ):
         console.print(Text(line, style="dim"))
@@ -72,28 +76,35 @@ def _as_written(plan: ScriptPlan) -> bool:
 
 
 def _table(result: GpusFor) -> Table:
-    table = plain_table("lrrrrw", "--gpu", "memory", "as written", "with a plan", "time", "plan")
-    for plan in result.plans:
+    costs = ["per 1,000 steps"] if result.prices else []
+    headings = ("--gpu", "memory", "as written", "with a plan", "time", "a step", *costs, "plan")
+    table = plain_table("lrrrrr" + "r" * len(costs) + "w", *headings)
+    for plan in sorted(result.plans, key=lambda plan: result.cost(plan, _THOUSAND) or math.inf):
+        cost = result.cost(plan, _THOUSAND)
+        *cells, changes = _cells(plan)
         table.add_row(
             plan.device.name.replace(" ", "-"),
             format_gib(plan.device.total.bytes),
-            *_cells(plan),
+            *cells,
+            *["" if cost is None else f"{cost:.3g}"] * len(costs),
+            changes,
             style="" if plan.chosen is not None else "dim",
         )
     return table
 
 
-def _cells(plan: ScriptPlan) -> tuple[str, str, str, str]:
-    """Return what the script needs as written and with a plan, and the plan's time and name."""
+def _cells(plan: ScriptPlan) -> tuple[str, str, str, str, str]:
+    """Return what the script needs as written and with a plan, and the plan's time, seconds and name."""
     chosen = plan.chosen
     written = f"{_tight(plan, plan.as_written.needs.bytes)}{format_gib(plan.as_written.needs.bytes)}"
+    seconds = "" if plan.seconds is None else format_seconds(plan.seconds)
     if chosen is None:
         smallest = plan.smallest or plan.as_written
-        return written, format_gib(smallest.needs.bytes), "", "does not fit"
+        return written, format_gib(smallest.needs.bytes), "", "", "does not fit"
     if not chosen.changes:
-        return written, "", "", "fits as written"
+        return written, "", "", seconds, "fits as written"
     needs = f"{_tight(plan, chosen.needs.bytes)}{format_gib(chosen.needs.bytes)}"
-    return written, needs, f"{chosen.time:.2f}x", plan_changes_in_words(chosen)
+    return written, needs, f"{chosen.time:.2f}x", seconds, plan_changes_in_words(chosen)
 
 
 def _tight(plan: ScriptPlan, needs: int) -> str:

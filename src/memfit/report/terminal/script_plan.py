@@ -26,7 +26,7 @@ from memfit.report.terminal.plan_instructions import (
     sharding_name,
 )
 from memfit.report.terminal.verdict import VerdictLines
-from memfit.units import format_bytes, format_gib
+from memfit.units import format_bytes, format_gib, format_seconds
 
 _MUCH = 0.05
 """Share of a peak from which log-probabilities are named."""
@@ -112,8 +112,9 @@ def plan_verdict(result: ScriptPlan) -> VerdictLines:
         return VerdictLines(f"PLAN FOUND{tight}", (f"needs {written} of {budget}, {before}",))
     if result.chosen is not None:
         needs = f"needs {format_gib(result.chosen.needs.bytes)} of {budget} instead of {written}"
+        seconds = f", about {format_seconds(result.seconds)}" if result.seconds else ""
         return VerdictLines(
-            f"PLAN FOUND{tight}", (f"{needs}; a step takes {result.chosen.time:.2f} times as long",)
+            f"PLAN FOUND{tight}", (f"{needs}; a step takes {result.chosen.time:.2f} times as long{seconds}",)
         )
     word, why = _no_plan(result, written, budget, before)
     return VerdictLines(word, (why,))

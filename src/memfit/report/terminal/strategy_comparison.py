@@ -20,7 +20,7 @@ from memfit.report.terminal.plan_instructions import (
     sharded_optimizer_code,
 )
 from memfit.report.terminal.rank_table import format_byte_range
-from memfit.units import format_gib, unit_for_table
+from memfit.units import format_gib, format_seconds, unit_for_table
 
 _SHARDED, _OPTIMIZER = "memfit.Sharding(", "memfit.OptimizerState("
 
@@ -55,10 +55,7 @@ def comparison_remarks(result: StrategyComparison) -> Iterator[str]:
         names = ", ".join(run.name for run in result.runs if run.reason == reason)
         yield f"Not possible: {names}: {escaped(reason.partition('. ')[0].rstrip('.'))}."
     if result.rule:
-        yield (
-            f"time: forward and backward, relative to as written (assumed: {result.rule}; copies to the host "
-            "and back overlap with nothing)."
-        )
+        yield f"time: of a training step, and relative to as written ({result.rule})."
     if result.draws and any("BatchSlices" in code for run in result.runs if run.peak for code in run.plan):
         yield "Slices draw random numbers, such as those of dropout, one by one: others than the whole batch."
 
@@ -102,7 +99,9 @@ def _table(result: StrategyComparison) -> Table:
 
 def step_time_in_words(run: ComparedRun) -> str:
     """Return the time of a row, or that it is not known."""
-    return _UNKNOWN if run.time is None else f"{run.time:.2f}x"
+    if run.time is None or run.step_time is None:
+        return _UNKNOWN
+    return f"{format_seconds(run.step_time.seconds)} {run.time:.2f}x"
 
 
 def instructions_of_comparison(result: StrategyComparison) -> Iterator[str]:

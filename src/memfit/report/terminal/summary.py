@@ -27,6 +27,7 @@ from memfit.report.terminal.layout import ReportTable, TableCell, TableRow, plai
 from memfit.report.terminal.longest_batch import longest_batch_lines
 from memfit.report.terminal.notes import note_lines
 from memfit.report.terminal.rank_table import peak_range_line, rank_table
+from memfit.report.terminal.step_time import step_time_lines
 from memfit.report.terminal.verdict import is_pytorch_snapshot, verdict_of_run, why_no_more_advice
 from memfit.units import MIB, format_bytes, format_gib, unit_for_table
 
@@ -65,7 +66,11 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
         console.print()
     console.print(f"Peak in: {location_in_words(result.peak_place)}")
     console.print(_peak_term_table(result, console.width))
-    for line in (*_below_table(result), *note_lines(result, full=notes, hints=hints)):
+    for line in (
+        *_below_table(result),
+        *step_time_lines(result.step_time),
+        *note_lines(result, full=notes, hints=hints),
+    ):
         console.print(line)
     if result.advice is not None:
         for line in advice_lines(result, why_no_more_advice(result)):

@@ -1,0 +1,242 @@
+"""Compare step times that others published for real cards with what memfit predicts for the same scripts.
+
+    python benchmarks/times.py [--rows REGEX] [--without-own] [--traces FOLDER] [--json FILE]
+
+benchmarks/times.toml holds the rows, their sources and what they assume. Each distinct script runs once under
+`memfit dry-run`, for its card; --traces keeps what the ghost recorded, so that a later call only predicts.
+Exits with 1 when a script fails, or its peak differs from its author's by more than times.toml allows.
+"""
+
+import re
+import shlex
+import statistics
+import sys
+import tempfile
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from measuring import command_line, memfit_json, table, write_json, write_or_print
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class TimedRow:
+    """One published step time and the script that should take as long; times.toml explains the fields."""
+
+    source: str
+    card: str
+    script: str
+    run: str
+    published: float
+    unit: str
+    counts: str
+    torch: str
+    tf32: bool
+    per: int = 1
+    ghost: str = ""
+    memory: str = ""
+    allocated: int | None = None
+    within: float = 0.05
+    pair: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """The published seconds of a step."""
+        if self.unit == "ms":
+            return self.published / 1e3
+        return (1 if self.unit == "steps/s" else self.per) / self.published
+
+    @property
+    def job(self) -> tuple[str, ...]:
+        """The options of the dry run, the script and its arguments."""
+        memory = ("--memory", self.memory) if self.memory else ()
+        script = str((HERE / "times" / self.script).resolve())
+        return ("--gpu", self.ghost or self.card, *memory, "--", script, *shlex.split(self.run))
+
+
+@dataclass(frozen=True)
+class TimedResult:
+    """A row with what memfit predicts."""
+
+    row: TimedRow
+    predicted: float
+    """Seconds of a step."""
+    spread: float
+    """Half of the width of the interval that should hold nine rows of ten, relative to ``predicted``."""
+    allocated: int
+    """The peak of the dry run, bytes."""
+
+    @property
+    def error(self) -> float:
+        """How much longer the predicted step is, relative to the published one."""
+        return self.predicted / self.row.seconds - 1
+
+    @property
+    def held(self) -> bool:
+        """Whether the interval contains the published time."""
+        return abs(self.row.seconds - self.predicted) <= self.spread * self.predicted
+
+    @property
+    def memory_error(self) -> float | None:
+        """How much more the script allocates than its author counted, relative; None if they did not."""
+        return None if self.row.allocated is None else self.allocated / self.row.allocated - 1
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The times of two rows that differ in one technique, per sample: the second's over the first's."""
+
+    what: str
+    published: float
+    predicted: float
+
+
+def read_rows(chosen: str = "") -> tuple[tuple[TimedRow, ...], list[dict[str, Any]]]:
+    """Read times.toml; return the rows whose source, card, script or arguments match, and the sources."""
+    sources = tomllib.loads((HERE / "times.toml").read_text())["source"]
+    known = {field.name for field in fields(TimedRow)}
+    rows = []
+    for source in sources:
+        for row in source["rows"]:
+            every = {name: value for name, value in {**source, **row}.items() if name in known}
+            pair = tuple(every.pop("pair", ()))
+            rows.append(TimedRow(source=source["name"], pair=pair, **every))
+    text = {row: f"{row.source} {row.card} {row.script} {row.run}" for row in rows}
+    return tuple(row for row in rows if re.search(chosen, text[row])), sources
+
+
+def record(row: TimedRow, folder: Path) -> tuple[Path, int]:
+    """Run a row's script on the ghost, unless its trace is in the folder; return the trace and the peak.
+
+    Raises:
+        SystemExit: the script failed, or does not fit.
+    """
+    named = f"{row.ghost or row.card} {row.memory} {Path(row.script).name} {row.run}"
+    name = re.sub(r"[^\w.]+", "-", named)
+    trace, peak = folder / f"{name}.memfit", folder / f"{name}.bytes"
+    if not (trace.exists() and peak.exists()):
+        answer, done = memfit_json("dry-run", "-o", str(trace), *row.job)
+        if answer is None or answer["verdict"] not in ("fits", "tight") or not answer["steps"]:
+            raise SystemExit(f"{' '.join(row.job)} did not run on the ghost:\n{done.stderr[-2000:]}")
+        peak.write_text(str(answer["peak"]["allocated"]))
+    return trace, int(peak.read_text())
+
+
+def predict(trace: Path, row: TimedRow, *, without_own: bool) -> tuple[float, float]:
+    """Return the seconds of a recorded step on a card, and the relative half-width of their interval."""
+    from memfit.devices import find_device
+    from memfit.records import Phase
+    from memfit.timing.step_time import step_time
+    from memfit.trace.trace_file import read_trace
+
+    recorded = read_trace(trace)
+    step, labels = recorded.step, recorded.labels
+    if step is None:
+        raise SystemExit(f"{trace} holds no second training step")
+    if row.counts == "forward+backward":
+        passes = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
+        order = zip(step.order, step.labels, strict=True)
+        kept = [each for each in order if labels[each[1]].phase in passes]
+        step = replace(step, order=tuple(at for at, _ in kept), labels=tuple(label for _, label in kept))
+    found = step_time(step, labels, find_device(row.card), without_own=without_own)
+    if found is None:
+        raise SystemExit(f"{trace}: the time of its step is not known")
+    return found.seconds, found.high / found.seconds - 1
+
+
+def ratios(results: Iterable[TimedResult]) -> list[Ratio]:
+    """Return the ratios of the pairs that are among the results."""
+    named: defaultdict[str, list[TimedResult]] = defaultdict(list)
+    for result in results:
+        for name in result.row.pair:
+            named[name].append(result)
+    found = []
+    for name, pair in named.items():
+        if len(pair) == 2:  # noqa: PLR2004 - a row that was not chosen leaves one
+            first, second = pair
+            samples = first.row.per / second.row.per
+            published = samples * second.row.seconds / first.row.seconds
+            found.append(Ratio(name, published, samples * second.predicted / first.predicted))
+    return found
+
+
+def summary(results: Sequence[TimedResult]) -> list[tuple[str, ...]]:
+    """Return, for each card and for all, the rows, the median and 90 % error, and how many intervals held."""
+    by_card: defaultdict[str, list[TimedResult]] = defaultdict(list)
+    for result in results:
+        by_card[result.row.card].append(result)
+    lines = []
+    for card, found in {**by_card, "all": list(results)}.items():
+        errors = sorted(abs(result.error) for result in found)
+        ninth = errors[max(round(0.9 * len(errors)) - 1, 0)]
+        held = sum(result.held for result in found) / len(found)
+        signed = statistics.median(result.error for result in found)
+        shown = (f"{part:.1%}" for part in (statistics.median(errors), ninth, held))
+        lines.append((card, str(len(found)), *shown, f"{signed:+.1%}"))
+    return lines
+
+
+def markdown(results: Sequence[TimedResult], sources: Iterable[Mapping[str, Any]]) -> str:
+    """Return the tables of rows, cards and ratios, and the sources."""
+    rows = []
+    for result in results:
+        row, memory = result.row, result.memory_error
+        times = (f"{1e3 * row.seconds:,.1f}", f"{1e3 * result.predicted:,.1f}", f"{result.error:+.1%}")
+        spread, bytes_ = f"± {result.spread:.0%}", "" if memory is None else f"{memory:+.2%}"
+        rows.append((row.source, row.card, f"{Path(row.script).name} {row.run}", *times, spread, bytes_))
+    columns = ("source", "card", "script", "published, ms", "predicted", "error", "interval", "allocated")
+    pairs = [(each.what, f"{each.published:.3f}", f"{each.predicted:.3f}") for each in ratios(results)]
+    used = {result.row.source for result in results}
+    cited = [
+        f"- {source['name']}: {source['cite']}. Assumed: {source['assumed']}."
+        for source in sources
+        if source["name"] in used
+    ]
+    parts = (
+        table(columns, "lllrrrrr", rows),
+        table(("card", "rows", "median error", "90 %", "held", "signed"), "lrrrrr", summary(results)),
+        table(("technique, time per sample", "published", "predicted"), "lrr", pairs),
+        "\n".join(cited),
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def measure(rows: Iterable[TimedRow], folder: Path, *, without_own: bool) -> list[TimedResult]:
+    """Record and predict every row."""
+    results = []
+    for row in rows:
+        trace, allocated = record(row, folder)
+        seconds, spread = predict(trace, row, without_own=without_own)
+        results.append(result := TimedResult(row, seconds, spread, allocated))
+        print(f"{row.source} {row.card} {row.run}: {result.error:+.1%}", file=sys.stderr, flush=True)
+    return results
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = command_line(__doc__, results=True)
+    parser.add_argument("--rows", default="", metavar="REGEX", help="of source, card, script and arguments")
+    parser.add_argument("--without-own", action="store_true", help="as if no card had tables of its own")
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="keep traces, and use those there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this file")
+    options = parser.parse_args()
+    rows, sources = read_rows(options.rows)
+    with tempfile.TemporaryDirectory() as new:
+        folder = options.traces or Path(new)
+        folder.mkdir(parents=True, exist_ok=True)
+        results = measure(rows, folder, without_own=options.without_own)
+    write_or_print(options.markdown, markdown(results, sources))
+    found = [asdict(each) | {"seconds": each.row.seconds, "error": each.error} for each in results]
+    write_json(options.json, {"rows": found, "ratios": [asdict(each) for each in ratios(results)]})
+    missed = [each.row.run for each in results if abs(each.memory_error or 0) > each.row.within]
+    if missed:
+        raise SystemExit(f"These allocate more or less than their authors counted: {'; '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Train a GPT in nanoGPT's style: autocast to bfloat16, AdamW in two groups, compiled or not."""
+
+import argparse
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        width, self.heads, self.drop = args.width, args.heads, args.dropout
+        self.manual, self.dropout = args.manual_attention, nn.Dropout(args.dropout)
+        self.ln_1, self.ln_2 = (nn.LayerNorm(width, bias=args.bias) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, bias=args.bias)
+        self.out = nn.Linear(width, width, bias=args.bias)
+        self.up = nn.Linear(width, 4 * width, bias=args.bias)
+        self.down = nn.Linear(4 * width, width, bias=args.bias)
+        mask = torch.tril(torch.ones(args.context, args.context))
+        self.register_buffer("mask", mask.view(1, 1, args.context, args.context), persistent=False)
+
+    def attention(self, x):
+        batch, length, width = x.shape
+        parts = self.qkv(x).split(width, dim=2)
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
+        if self.manual:
+            scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+            scores = scores.masked_fill(self.mask[:, :, :length, :length] == 0, float("-inf"))
+            found = self.dropout(F.softmax(scores, dim=-1)) @ v
+        else:
+            drop = self.drop if self.training else 0
+            found = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
+        return self.dropout(self.out(found.transpose(1, 2).contiguous().view(batch, length, width)))
+
+    def forward(self, x):
+        x = x + self.attention(self.ln_1(x))
+        return x + self.dropout(self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh")))
+
+
+class GPT(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.tokens = nn.Embedding(args.vocabulary, args.width)
+        self.positions = nn.Embedding(args.context, args.width)
+        self.dropout = nn.Dropout(args.dropout)
+        self.blocks = nn.ModuleList(Block(args) for _ in range(args.layers))
+        self.ln = nn.LayerNorm(args.width, bias=args.bias)
+        self.head = nn.Linear(args.width, args.vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens, targets):
+        at = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.tokens(tokens) + self.positions(at))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.ln(x))
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch-size", type=int, default=12)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--vocabulary", type=int, default=50304)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--bias", action="store_true")
+    parser.add_argument("--manual-attention", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--bfloat16", action="store_true", help="weights in bfloat16")
+    parser.add_argument("--fused", action="store_true", help="AdamW in one kernel")
+    parser.add_argument("--clip", action="store_true", help="the norm of the gradients")
+    parser.add_argument("--steps", type=int, default=5)
+    args = parser.parse_args()
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    model = GPT(args).to("cuda", torch.bfloat16 if args.bfloat16 else torch.float32)
+    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
+    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=args.fused or None)
+    step = torch.compile(model) if args.compile else model
+
+    for _ in range(args.steps):
+        for _ in range(args.accumulation):
+            text = torch.randint(args.vocabulary - 50, (args.batch_size, args.context + 1))
+            tokens = text[:, :-1].contiguous().pin_memory().to("cuda", non_blocking=True)
+            targets = text[:, 1:].contiguous().pin_memory().to("cuda", non_blocking=True)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = step(tokens, targets) / args.accumulation
+            loss.backward()
+        if args.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        print(f"loss {loss.item():.4f}")
+
+    print(f"peak allocated {torch.cuda.max_memory_allocated():,} B")
+
+
+if __name__ == "__main__":
+    main()

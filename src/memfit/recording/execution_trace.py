@@ -1,0 +1,225 @@
+"""Read what PyTorch's ExecutionTraceObserver wrote: the operations that ran on the GPU, in order.
+
+    aten::linear                                composite: its parts count
+      aten::addmm                               runs on the GPU: this counts, and nothing inside of it
+        aten::as_strided ...
+    autograd::engine::evaluate_function: ...    its parts count
+    aten::mm
+      PythonDispatchMode                        what the mode runs counts, if it runs anything
+        aten::mm
+
+The observer is C++, and holds no tensor: unlike a dispatch mode in Python, it changes neither when memory is
+freed nor which tensors Python sees.
+
+Source: torch/csrc/profiler/standalone/execution_trace_observer.cpp, PyTorch 2.14.1.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from memfit.recording.operation_of_call import WITHOUT_KERNEL, layout_of_strides
+from memfit.records import Operand, Operation
+
+_PYTHON = "Python"
+"""What the names of modes and of tensor subclasses that dispatch in Python begin with."""
+_CUDA = "cuda"
+_DTYPES = {
+    "float": "float32", "double": "float64", "long int": "int64", "long": "int64", "int": "int32", "bool": "bool",
+    "short int": "int16", "short": "int16", "unsigned char": "uint8", "signed char": "int8",
+    "c10::BFloat16": "bfloat16", "c10::Half": "float16", "c10::complex<float>": "complex64",
+}  # fmt: skip
+_TENSOR = 6
+"""Numbers that describe a tensor: itself, its storage, offset, elements, bytes of one, device."""
+
+
+class _Values(msgspec.Struct):
+    values: list[Any]
+    shapes: list[Any]
+    types: list[str]
+    strides: list[Any] = []
+
+
+class _Attribute(msgspec.Struct):
+    name: str
+    value: Any
+
+
+class TraceNode(msgspec.Struct):
+    """One node: an operation, a node of autograd, a mark."""
+
+    id: int
+    """In the order in which nodes began."""
+    name: str
+    ctrl_deps: int
+    """The node inside of which it ran."""
+    inputs: _Values
+    outputs: _Values
+    attrs: list[_Attribute]
+
+    def attribute(self, name: str) -> Any:
+        """Return an attribute; None if there is none of this name."""
+        return next((each.value for each in self.attrs if each.name == name), None)
+
+
+class _ExecutionTrace(msgspec.Struct):
+    nodes: list[TraceNode]
+
+
+def nodes_of_gpu(file: Path, marks: str) -> Iterator[tuple[TraceNode, int]]:
+    """Yield the operations that ran on the GPU and the marks, in order, each with the modes it ran under.
+
+    Args:
+        file: as the observer wrote it.
+        marks: what the names of marks begin with; what ran inside of one is left out.
+    """
+    nodes = msgspec.json.decode(file.read_bytes(), type=_ExecutionTrace).nodes
+    inside: defaultdict[int, list[TraceNode]] = defaultdict(list)
+    known = {node.id for node in nodes}
+    for node in sorted(nodes, key=lambda node: node.id):
+        inside[node.ctrl_deps if node.ctrl_deps in known and node.ctrl_deps != node.id else -1].append(node)
+    stack = [(node, 0) for node in reversed(inside[-1])]
+    found: list[tuple[TraceNode, int]] = []
+    while stack:
+        node, modes = stack.pop()
+        parts = inside[node.id]
+        if node.name.startswith(marks):
+            found.append((node, modes))
+        elif any(part.name.startswith(_PYTHON) for part in parts) or not _is_whole(node):
+            modes += node.name.startswith(_PYTHON)
+            stack += [(part, modes) for part in reversed(parts)]
+        elif _runs_on_gpu(node):
+            found.append((node, modes))
+    # Threads run beside each other: autograd's runs while the one that called it waits.
+    yield from sorted(found, key=lambda each: each[0].id)
+
+
+def operation_of_node(node: TraceNode) -> Operation:
+    """Return the record of an operation."""
+    schema = str(node.attribute("op_schema") or node.name)
+    name = schema.partition("(")[0].replace("::", ".")
+    operands, results = tuple(_operands(node.inputs)), tuple(_operands(node.outputs))
+    waits = _waits(name, node)
+    return Operation(
+        name=name if name.count(".") > 1 else f"{name}.default",
+        call=-1,
+        source=-1,
+        reads=(),
+        creates=(),
+        writes=(),
+        flops=_flops(name, node),
+        moved=0,
+        dtype=(results or operands)[0].dtype,
+        random=False,
+        seconds=0.0,
+        allocated=0,
+        operands=operands,
+        results=results,
+        is_causal=_is_causal(schema, node),
+        launches=1,
+        waits=waits,
+    )
+
+
+@functools.cache
+def _is_composite(schema: str) -> bool:
+    name = schema.partition("(")[0]
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+
+
+def _is_whole(node: TraceNode) -> bool:
+    """Return whether a node is an operation that a kernel implements: not one that consists of others."""
+    schema = node.attribute("op_schema")
+    return bool(schema) and "::" in node.name and not _is_composite(schema)
+
+
+def _tensors(values: Any) -> Iterator[list[Any]]:
+    if isinstance(values, list):
+        if len(values) == _TENSOR and isinstance(values[-1], str):
+            yield values
+        else:
+            for each in values:
+                yield from _tensors(each)
+
+
+def _runs_on_gpu(node: TraceNode) -> bool:
+    """Return whether a kernel runs, or a copy; not a view, nor an allocation alone."""
+    base = node.name.partition("::")[2]
+    if base.startswith(WITHOUT_KERNEL):
+        return False
+    inputs, outputs = list(_tensors(node.inputs.values)), list(_tensors(node.outputs.values))
+    if not any(each[-1].startswith(_CUDA) for each in (*inputs, *outputs)):
+        return False
+    schema = str(node.attribute("op_schema"))
+    is_view = "(a)" in schema and "!" not in schema
+    storages = {each[1] for each in inputs}
+    return not (is_view and outputs and all(each[1] in storages for each in outputs))
+
+
+def _operands(values: _Values) -> Iterator[Operand]:
+    for value, shape, kind, strides in zip(
+        values.values, values.shapes, values.types, values.strides, strict=True
+    ):
+        yield from _operands_of(value, shape, kind, strides)
+
+
+def _operands_of(value: Any, shape: Any, kind: str, strides: Any) -> Iterator[Operand]:
+    if not isinstance(value, list):
+        return
+    if len(value) == _TENSOR and isinstance(value[-1], str):
+        dtype = kind.removeprefix("Tensor(").removesuffix(")")
+        dtype = _DTYPES.get(dtype, dtype.removeprefix("c10::").lower())
+        on_host = not value[-1].startswith(_CUDA) and bool(shape)
+        yield Operand(tuple(shape), dtype, "host" if on_host else layout_of_strides(shape, strides))
+        return
+    kinds = kind[kind.find("[") + 1 : -1].split(",") if "[" in kind else []
+    for each, its_shape, its_kind, its_strides in zip(value, shape, kinds, strides, strict=False):
+        yield from _operands_of(each, its_shape, its_kind, its_strides)
+
+
+def _waits(name: str, node: TraceNode) -> bool:
+    """Return whether the host waits for the result: a number, or a copy to the host that may not be late."""
+    if name.startswith(("aten._local_scalar_dense", "aten.nonzero", "aten.is_nonzero", "aten._assert_async")):
+        return not name.endswith("_assert_async")
+    inputs, outputs = list(_tensors(node.inputs.values)), list(_tensors(node.outputs.values))
+    target = inputs[:1] if name.startswith("aten.copy_") else outputs
+    comes = any(each[-1].startswith(_CUDA) for each in inputs)
+    goes = any(not each[-1].startswith(_CUDA) for each in target)
+    late = True in node.inputs.values[-3:]  # non_blocking
+    return comes and goes and not late
+
+
+def _is_causal(schema: str, node: TraceNode) -> bool:
+    arguments = schema.partition("(")[2].partition(") ->")[0].split(", ")
+    names = [each.split(" ")[-1].partition("=")[0] for each in arguments if each != "*"]
+    place = names.index("is_causal") if "is_causal" in names else -1
+    return 0 <= place < len(node.inputs.values) and node.inputs.values[place] is True
+
+
+def _flops(name: str, node: TraceNode) -> int:
+    """Return the floating-point operations, by PyTorch's formula of shapes; 0 if it has none."""
+    namespace, base, *_ = name.split(".")
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    given = [
+        _shape_or_value(value, shape)
+        for value, shape in zip(node.inputs.values, node.inputs.shapes, strict=True)
+    ]
+    results = [
+        _shape_or_value(each, shape)
+        for each, shape in zip(node.outputs.values, node.outputs.shapes, strict=True)
+    ]
+    return int(formula(*given, out_val=results[0] if len(results) == 1 else tuple(results)))
+
+
+def _shape_or_value(value: Any, shape: Any) -> Any:
+    is_tensor = isinstance(value, list) and len(value) == _TENSOR and isinstance(value[-1], str)
+    return torch.Size(shape) if is_tensor else None if value == "<None>" else value

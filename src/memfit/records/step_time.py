@@ -1,0 +1,49 @@
+"""How long a training step takes, and what takes it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TimeShare:
+    """What a part of the work keeps the GPU busy for."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The time of one training step of a script, and of what it consists. Seconds."""
+
+    seconds: float
+    """From the end of one step to the end of the next, in the long run."""
+    low: float
+    """In nine cases of ten, the real time is between ``low`` and ``high``."""
+    high: float
+    card: str
+    basis: str
+    """What the times of most kernels rest on."""
+    gpu_seconds: float
+    """In which the GPU computes; with several streams, the busiest does."""
+    host_seconds: float
+    """That the host needs to issue the work, if it never waits for the GPU."""
+    host_basis: str
+    """What these rest on."""
+    kinds: tuple[TimeShare, ...]
+    """Of the GPU's time, by kind of kernel; longest first."""
+    modules: tuple[TimeShare, ...]
+    """The same by module, backward and recomputation included; empty names are outside of modules."""
+    phases: tuple[TimeShare, ...]
+    """The same by phase."""
+    utilization: float
+    """Floating-point operations of products, convolutions and attentions, as a share of what the card's data
+    sheet promises for this time."""
+    samples: int
+    """That a step trains on, if memfit found out; otherwise 0."""
+    tokens: int
+    """The same of tokens."""
+
+    @property
+    def is_bound_by_host(self) -> bool:
+        """Whether the GPU waits for the host more than a tenth of the time."""
+        return self.gpu_seconds < 0.9 * self.seconds

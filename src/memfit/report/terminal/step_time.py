@@ -1,0 +1,47 @@
+"""The time of a training step in a summary: how long it takes, how sure that is, and what takes it."""
+
+from collections.abc import Iterator
+
+from memfit.records import StepTime
+from memfit.report.escape_control_characters import escaped
+from memfit.units import format_seconds
+
+_SHOWN = 4
+"""Kinds of kernels that are named."""
+KINDS = {
+    "product": "matrix products",
+    "convolution": "convolutions",
+    "convolution_backward": "convolutions",
+}
+"""What kinds of kernels are called, where their names do not say it."""
+
+
+def step_time_lines(time: StepTime | None) -> Iterator[str]:
+    """Yield how long a step takes and what takes it; nothing if that is not known."""
+    if time is None or not time.seconds:
+        return
+    between = f"{format_seconds(time.low)} to {format_seconds(time.high)}"
+    about = f"about {format_seconds(time.seconds)} ({between})"
+    yield f"A step takes {about} on an {escaped(time.card)}{_rate(time)}."
+    if time.is_bound_by_host:
+        busy = time.gpu_seconds / time.seconds
+        yield f"  The host limits it: the GPU is busy for {busy:.0%} of the time ({time.host_basis})."
+    parts = [f"{name} {share:.0%}" for name, share in shares_by_name(time)[:_SHOWN]]
+    yield f"  Of the GPU's time: {', '.join(parts)}. {time.basis[:1].upper()}{time.basis[1:]}."
+
+
+def shares_by_name(time: StepTime) -> list[tuple[str, float]]:
+    """Return the shares of the GPU's time by kind, under the names that users know; largest first."""
+    total = sum(each.seconds for each in time.kinds)
+    sums: dict[str, float] = {}
+    for kind in time.kinds:
+        name = KINDS.get(kind.name, kind.name.replace("_", " "))
+        sums[name] = sums.get(name, 0.0) + kind.seconds / total
+    return sorted(sums.items(), key=lambda each: -each[1])
+
+
+def _rate(time: StepTime) -> str:
+    amounts = {"tokens": time.tokens, "samples": time.samples}
+    return next(
+        (f": {amount / time.seconds:,.0f} {what}/s" for what, amount in amounts.items() if amount), ""
+    )

@@ -1,0 +1,144 @@
+"""The time of a recorded training step on a card."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from memfit.devices import Device, find_device
+from memfit.errors import UnknownDeviceError
+from memfit.records import EventLabel, Operation, Phase, StepTime, TimeShare, Trace, WholeStep
+from memfit.timing.kernel_times import KernelTime, KernelTimes
+from memfit.timing.kernel_work import work_of
+from memfit.timing.step_timeline import QueuedWork, StepTimeline, step_timeline
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_COMMON = 0.05
+"""Spread that all kernels of a step share: clocks, temperature, versions of libraries. Assumed."""
+
+
+def step_time_of_trace(trace: Trace) -> StepTime | None:
+    """Return how long a training step of a run takes on the device of the run; None if that is not known."""
+    if trace.step is None:
+        return None
+    try:
+        device = find_device(trace.device.name)
+    except UnknownDeviceError:  # of a newer memfit's table
+        return None
+    return step_time(trace.step, trace.labels, device)
+
+
+def step_time(
+    step: WholeStep, labels: Sequence[EventLabel], device: Device, *, without_own: bool = False
+) -> StepTime | None:
+    """Return how long a recorded step takes on a card; None if that is not known.
+
+    Args:
+        step: the operations.
+        labels: of the trace: what ``step.labels`` refers to.
+        device: the card.
+        without_own: pretend that nobody measured this card.
+    """
+    if step.replayed:  # the kernels of the script's own CUDA graphs are not among the operations
+        return None
+    kernels = KernelTimes(device, without_own=without_own)
+    times = [kernels.of(operation) for operation in step.operations]
+    queue = [
+        QueuedWork(
+            seconds_to_issue(step.operations[number], labels[label].phase),
+            times[number].seconds,
+            step.operations[number].stream,
+            step.operations[number].waits,
+        )
+        for number, label in zip(step.order, step.labels, strict=True)
+    ]
+    timeline = step_timeline(queue)
+    busiest = max(timeline.busy.values(), default=0.0)
+    spread = _spread(step, times, timeline)
+    samples, tokens = samples_and_tokens(step, labels)
+    bases: defaultdict[str, float] = defaultdict(float)
+    for number in step.order:
+        bases[times[number].basis] += times[number].seconds
+    return StepTime(
+        seconds=timeline.seconds,
+        low=timeline.seconds / (1 + spread),
+        high=timeline.seconds * (1 + spread),
+        card=device.name,
+        basis=max(bases, key=bases.__getitem__, default=""),
+        gpu_seconds=busiest,
+        host_seconds=timeline.host,
+        host_basis=HOST_BASIS,
+        kinds=_shares((work_of(step.operations[n]).kind, times[n].seconds) for n in step.order),
+        modules=_shares(
+            (labels[label].module, times[n].seconds) for n, label in zip(step.order, step.labels, strict=True)
+        ),
+        phases=_shares(
+            (labels[label].phase, times[n].seconds) for n, label in zip(step.order, step.labels, strict=True)
+        ),
+        utilization=_at_full_rate(step, device) / timeline.seconds if timeline.seconds else 0.0,
+        samples=samples,
+        tokens=tokens,
+    )
+
+
+HOST_BASIS = "assumed"
+_FORWARD, _BACKWARD, _LAUNCH = 8e-6, 4e-6, 3e-6
+
+
+def seconds_to_issue(operation: Operation, phase: Phase) -> float:
+    """Return how long the host needs before it has issued an operation."""
+    own = _BACKWARD if phase is Phase.BACKWARD else _FORWARD
+    return own + _LAUNCH * operation.launches
+
+
+def _shares(parts: Iterable[tuple[str, float]]) -> tuple[TimeShare, ...]:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in parts:
+        sums[name] += seconds
+    longest = sorted(sums.items(), key=lambda each: -each[1])
+    return tuple(TimeShare(name, seconds) for name, seconds in longest if seconds)
+
+
+def _spread(step: WholeStep, times: Sequence[KernelTime], timeline: StepTimeline) -> float:
+    """Return how far off the step may be, relative: errors are the same within a kind, and independent beside.
+
+    What the host is responsible for counts as a kind of its own.
+    """
+    off: defaultdict[str, float] = defaultdict(float)
+    for number in step.order:
+        off[work_of(step.operations[number]).kind] += times[number].seconds * times[number].spread
+    waiting = max(timeline.seconds - sum(timeline.busy.values()), 0.0)
+    off["host"] = waiting * _HOST_SPREAD
+    return (
+        math.hypot(_COMMON, *(each / timeline.seconds for each in off.values())) if timeline.seconds else 0.0
+    )
+
+
+_HOST_SPREAD = 0.5
+"""Of the host's time; assumed: processors differ as much."""
+
+
+def _at_full_rate(step: WholeStep, device: Device) -> float:
+    """Return the seconds that the step's arithmetic takes at the rates of the card's data sheet."""
+    operations = (step.operations[number] for number in step.order)
+    return sum(each.flops / device.rate(_DTYPES.get(each.dtype, each.dtype)) for each in operations)
+
+
+def samples_and_tokens(step: WholeStep, labels: Sequence[EventLabel]) -> tuple[int, int]:
+    """Return how many samples and tokens the step trains on, as far as its operations say; 0 for unknown.
+
+    The first embedding of indices, or else the first convolution, of the forward has a sample per row of its
+    input; micro-batches run it again, in the same module.
+    """
+    found, samples, tokens = None, 0, 0
+    for number, label in zip(step.order, step.labels, strict=True):
+        operation, place = step.operations[number], labels[label]
+        kind = operation.name.partition(".")[2].partition(".")[0]
+        place_in = {"embedding": 1, "convolution": 0, "cudnn_convolution": 0}.get(kind)
+        if place.phase is not Phase.FORWARD or place_in is None or len(operation.operands) <= place_in:
+            continue
+        shape = operation.operands[place_in].shape
+        if len(shape) > 1 and found in (None, (kind, place.module)):
+            found = kind, place.module
+            samples += shape[0]
+            tokens += math.prod(shape) if kind == "embedding" else 0
+    return samples, tokens

@@ -1,0 +1,78 @@
+"""A training step as queues: the host issues kernels in order, and each stream runs its own one by one.
+
+    host      issue ─ issue ─ issue ─ ... ─ item(): waits for the GPU ─ issue ─ ...
+    stream 0         kernel ──── kernel ── kernel ...
+    stream 7                     collective ───────
+
+A kernel begins when the host has issued it and its stream is free. Steps follow each other: the host may be
+ahead of the GPU by much of a step, so the time of a step is that from the end of one to the end of the next.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+_STEPS = 3
+"""Steps that are simulated: the last one begins with the lead that the host has in all later ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedWork:
+    """One operation in the order of the host's."""
+
+    issue: float
+    """Seconds that the host needs before it has issued it."""
+    seconds: float
+    """That it runs on the GPU."""
+    stream: int = 0
+    waits: bool = False
+    """Whether the host then waits for all of the GPU's work."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeline:
+    """When what happens in a step, in the long run. Seconds, from the end of the step before."""
+
+    seconds: float
+    busy: dict[int, float] = field(hash=False)
+    """By stream: how long it computes."""
+    host: float
+    """How long the host issues work, waits left out."""
+    starts: tuple[float, ...]
+    """When each operation begins on the GPU."""
+
+
+def step_timeline(work: Iterable[QueuedWork]) -> StepTimeline:
+    """Simulate a step that is repeated.
+
+    Args:
+        work: of one step, in the host's order.
+
+    >>> kernel = QueuedWork(issue=1e-5, seconds=1e-4)
+    >>> timeline = step_timeline([kernel] * 10)
+    >>> round(timeline.seconds, 6), round(timeline.host, 6)
+    (0.001, 0.0001)
+    >>> bound = step_timeline([QueuedWork(issue=1e-4, seconds=1e-5)] * 10)
+    >>> round(bound.seconds, 6)
+    0.001
+    """
+    queue = tuple(work)
+    now, end, before = 0.0, 0.0, 0.0
+    free: defaultdict[int, float] = defaultdict(float)
+    starts: list[float] = []
+    for _ in range(_STEPS):
+        before, starts = end, []
+        for each in queue:
+            now += each.issue
+            start = max(now, free[each.stream])
+            if each.seconds:
+                free[each.stream] = start + each.seconds
+            starts.append(start)
+            if each.waits:
+                now = max(now, *free.values())
+        end = max(now, *free.values())
+    busy: defaultdict[int, float] = defaultdict(float)
+    for each in queue:
+        busy[each.stream] += each.seconds
+    host = sum(each.issue for each in queue)
+    return StepTimeline(end - before, dict(busy), host, tuple(start - before for start in starts))
