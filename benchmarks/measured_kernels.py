@@ -68,7 +68,7 @@ def matrix(dtype: str, batch: int, m: int, n: int, k: int) -> KernelWork:
     """Return the work of a matrix product."""
     size = 4 if dtype == "float32" else 2
     traffic = size * batch * (m * k + k * n + m * n)
-    return KernelWork("product", dtype, traffic, 2.0 * batch * m * n * k, (batch, m, n, k))
+    return KernelWork("product", dtype, traffic, 2.0 * batch * m * n * k, ((batch, m, n, k),))
 
 
 def attention(kind: str, heads: int, keys: int, width: int, causal: bool, copied: int = 0) -> KernelWork:
@@ -76,7 +76,8 @@ def attention(kind: str, heads: int, keys: int, width: int, causal: bool, copied
     backward = kind.endswith("backward")
     traffic = 2 * heads * keys * width * (8 if backward else 4) + copied
     flops = (10.0 if backward else 4.0) * heads * keys * keys * width
-    return KernelWork(kind, "bfloat16", traffic, flops, None, (heads, keys, keys, width), causal)
+    sizes = heads, keys, keys, width
+    return KernelWork(kind, "bfloat16", traffic, flops, attention=sizes, causal=causal)
 
 
 def aiconfigurator(folder: Path, rows: Rows) -> None:
@@ -326,7 +327,8 @@ def deepbench(folder: Path, rows: Rows) -> None:
                     add(f"convolution_{bits}", forward, number_in(cells, "N"))
                     inputs = number_in(cells, "O")  # none of a network's first layer
                     moved = made + (1 + bool(inputs)) * (read + weight)
-                    backward = replace(forward, flops=(1 + bool(inputs)) * forward.flops, traffic=moved)
+                    products = [(1, k, c * s * r, n * p * q), (1, n * w * h, c, p * q * k * s * r // (w * h))]
+                    backward = replace(forward, products=tuple(products[: 1 + bool(inputs)]), traffic=moved)
                     add(f"convolution_backward_{bits}", backward, number_in(cells, "P") + inputs)
 
 

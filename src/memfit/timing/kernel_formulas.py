@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from memfit.devices import Device
-from memfit.timing.kernel_work import KernelWork
+from memfit.timing.kernel_work import KernelWork, Sizes
 
 Coefficients = Mapping[str, float]
 """Of one kind on one card, by name. All kinds have ``floor``, seconds of the smallest kernel, and
@@ -20,8 +20,9 @@ share of the data sheet's rate, and others that the formulas name."""
 
 COEFFICIENTS = {"floor", "bandwidth", "arithmetic", "tile", "depth", "sustained", "width", "tail"}
 _RATES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_SPLITS = (1, 2, 4, 8)
-"""Into how many parts along k a product may be split, so that a small result occupies a large card."""
+_SPLITS, _MOST_WAVES = (1, 2, 4, 8, 16, 32, 64), 4
+"""Into how many parts along k a product may be split, so that a small result occupies a large card, and up to
+how many waves of them."""
 _HALF_WARM = 3e-4
 """Seconds of arithmetic until a card has lowered its clock half-way to what its power limit sustains."""
 _SHARPNESS = 4.0
@@ -29,27 +30,41 @@ _SHARPNESS = 4.0
 _TILES_16 = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 _TILES_32 = ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32, 32))
 """Parts of a result that a block of threads computes in NVIDIA's libraries, with tensor cores or not."""
+GROUP_INSTRUCTIONS = {9, 10}
+"""Major compute capabilities whose tensor cores have their full rate only with instructions of their own
+(``wgmma``, ``tcgen05``), which neither cards before nor GeForce cards after them know."""
+_OLDER_INSTRUCTIONS = 0.56
+"""Of their rate without these: FlashAttention 2 reaches 0.395 of a GH200's and 0.704 of an A100's."""
 _UNALIGNED = {8: 1.0, 4: 1.2, 2: 1.6, 1: 3.0}
 """By how much longer tensor cores take if rows begin at any multiple of so many elements. Assumed: padding a
-vocabulary of 50,257 to 50,304 made nanoGPT a quarter faster on an A100, by its author's account."""
+vocabulary of 50,257 to 50,304 made nanoGPT a quarter faster on an A100, by its author's account. Blocks of
+memory that begin elsewhere cannot be fetched for the newest instructions."""
 _QUERIES, _WIDTHS = 128, 32
 """Rows of an attention that a block of threads computes, and the multiples of its width that it knows."""
 
 
-def seconds_of_work(work: KernelWork, device: Device, fit: Coefficients) -> float:
-    """Return the seconds of one kernel.
+def seconds_of_work(work: KernelWork, device: Device, fit: Coefficients, *, warm: bool = False) -> float:
+    """Return the seconds of one kernel, or of those of one convolution's backward.
 
     Args:
         work: what it computes and moves.
         device: the card.
         fit: coefficients of its kind.
+        warm: whether the card has worked for long, as in training, and runs at the clock that its power limit
+            sustains. Tables of short kernels were measured on cards that had not.
     """
-    if work.product is not None:
-        return product_seconds(work, work.product, device, fit)
+    if work.products:
+        traffic = work.traffic / len(work.products)
+        products = sum(
+            product_seconds(work, sizes, traffic, device, fit, warm=warm) for sizes in work.products
+        )
+        return fit["floor"] + products + traffic_seconds(work.reordered, device, fit)
     if work.attention is not None:
         return attention_seconds(work, work.attention, device, fit)
-    arithmetic = work.flops / (rate_of(device, work.dtype) * fit.get("arithmetic", 1.0))
-    return work.steps * fit["floor"] + max(arithmetic, traffic_seconds(work.traffic, device, fit))
+    rate = rate_of(device, work.dtype) * fit.get("arithmetic", 1.0)
+    if "tile" in fit:  # a product of unknown sizes: as a large one
+        rate /= _lost(_TILES_16[0], fit) * (1 + fit["sustained"])
+    return work.steps * fit["floor"] + max(work.flops / rate, traffic_seconds(work.traffic, device, fit))
 
 
 def traffic_seconds(traffic: float, device: Device, fit: Coefficients) -> float:
@@ -58,9 +73,9 @@ def traffic_seconds(traffic: float, device: Device, fit: Coefficients) -> float:
 
 
 def product_seconds(
-    work: KernelWork, sizes: tuple[int, int, int, int], device: Device, fit: Coefficients
+    work: KernelWork, sizes: Sizes, traffic: float, device: Device, fit: Coefficients, *, warm: bool
 ) -> float:
-    """Return the seconds of a matrix product, or of a convolution computed as one.
+    """Return the seconds of a matrix product, or of a convolution computed as one, without its floor.
 
     The library chooses the best of some tiles; so does this. Tiles run in waves: as many at once as there are
     multiprocessors, and the last wave takes as long as a full one. ``tile`` is what a tile loses to its edges
@@ -68,28 +83,34 @@ def product_seconds(
     ``sustained`` by how much longer arithmetic takes where the power limit lowers the clock.
     """
     batch, m, n, k = sizes
-    flops = 2 * batch * m * n * k
-    share = work.flops / flops if flops else 1.0  # a backward of two products
     tensor_cores = device.fast(_RATES.get(work.dtype, work.dtype))
     per_tile = rate_of(device, work.dtype) * fit["arithmetic"] / device.multiprocessors
-    per_tile /= _UNALIGNED[work.alignment] if tensor_cores else 1
+    along = float(k)
+    if tensor_cores and work.alignment < max(_UNALIGNED):
+        along = k * _UNALIGNED[work.alignment]
+        per_tile *= _OLDER_INSTRUCTIONS if device.compute_capability[0] in GROUP_INSTRUCTIONS else 1
     best = math.inf
-    for rows, columns in _TILES_16 if tensor_cores else _TILES_32:
-        blocks = batch * math.ceil(m / rows) * math.ceil(n / columns)
-        lost = 1 + fit["tile"] * (1 / rows + 1 / columns)
+    for tile in _TILES_16 if tensor_cores else _TILES_32:
+        blocks = batch * math.ceil(m / tile[0]) * math.ceil(n / tile[1])
         for parts in _SPLITS:
+            if parts > 1 and blocks * parts > _MOST_WAVES * device.multiprocessors:
+                break
             waves = math.ceil(blocks * parts / device.multiprocessors)
-            arithmetic = waves * 2 * rows * columns * (k / parts + fit["depth"]) * lost / per_tile * share
-            arithmetic *= 1 + fit["sustained"] * arithmetic / (arithmetic + _HALF_WARM)
+            arithmetic = (
+                waves * 2 * math.prod(tile) * (along / parts + fit["depth"]) * _lost(tile, fit) / per_tile
+            )
+            arithmetic *= 1 + fit["sustained"] * (1 if warm else arithmetic / (arithmetic + _HALF_WARM))
             partial = 4 * batch * m * n * (parts + 1) if parts > 1 else 0  # sums in float32, and their sum
-            moved = traffic_seconds(work.traffic + partial, device, fit)
+            moved = traffic_seconds(traffic + partial, device, fit)
             best = min(best, (arithmetic**_SHARPNESS + moved**_SHARPNESS) ** (1 / _SHARPNESS))
-    return fit["floor"] + best
+    return best
 
 
-def attention_seconds(
-    work: KernelWork, sizes: tuple[int, int, int, int], device: Device, fit: Coefficients
-) -> float:
+def _lost(tile: tuple[int, int], fit: Coefficients) -> float:
+    return 1 + fit["tile"] * (1 / tile[0] + 1 / tile[1])
+
+
+def attention_seconds(work: KernelWork, sizes: Sizes, device: Device, fit: Coefficients) -> float:
     """Return the seconds of an attention in one kernel, such as FlashAttention's.
 
     A block of threads has 128 queries of one head, whose width is rounded up to a multiple of 32.

@@ -2,7 +2,7 @@
 
     Operation "aten.addmm.default", operands (3072) (4096, 768) (768, 3072)
          |  work_of
-    KernelWork("product", "float32", bytes, flops, product=(1, 4096, 3072, 768))
+    KernelWork("product", "float32", bytes, flops, products=((1, 4096, 3072, 768),))
 
 Bytes are those that a kernel cannot avoid: each operand read once and each result written once, unless a kind
 is known to read or write more or less. An expanded operand counts as nothing: what it repeats is small.
@@ -17,6 +17,7 @@ from memfit.records.step_operations import Operand, Operation
 _WIDE = {"float64": 8, "complex64": 8, "int64": 8, "complex128": 16, "float32": 4, "int32": 4}
 _HALF = {"float16": 2, "bfloat16": 2, "int16": 2}
 _BYTES = _WIDE | _HALF
+Sizes = tuple[int, int, int, int]
 _BATCHED = 4
 """Dimensions of an attention's queries, unless sequences of several lengths are behind each other."""
 
@@ -32,15 +33,17 @@ class KernelWork:
     traffic: float
     """Bytes from and to the card's memory."""
     flops: float = 0.0
-    product: tuple[int, int, int, int] | None = None
-    """Of matrix products and convolutions: batch, and m, n, k of (m, k) x (k, n)."""
+    products: tuple[Sizes, ...] = ()
+    """Of matrix products, and of convolutions as such: batch, and m, n, k of (m, k) x (k, n)."""
     alignment: int = 8
     """Elements: by how many the rows of a product's matrices are divisible, up to 8."""
-    attention: tuple[int, int, int, int] | None = None
+    attention: Sizes | None = None
     """Of attention: batch x heads, queries, keys, width of a head."""
     causal: bool = False
     channels_last: bool = False
     """Of a convolution: whether its data is in this order, which tensor cores take."""
+    reordered: float = 0.0
+    """Bytes that kernels before and after a convolution move to bring its data into another order."""
     steps: int = 1
     """Of a recurrent network: how often its layers run, one after the other."""
     over_link: bool = False
@@ -53,8 +56,8 @@ def work_of(operation: Operation) -> KernelWork:
     >>> a, b, c = (Operand(shape, "float32") for shape in ((64, 32), (32, 8), (64, 8)))
     >>> fields = "aten.mm.default", -1, -1, (), (), (), 0, 0, "float32", False, 0.0, 0
     >>> work = work_of(Operation(*fields, operands=(a, b), results=(c,)))
-    >>> work.kind, work.product, work.traffic
-    ('product', (1, 64, 8, 32), 11264)
+    >>> work.kind, work.products, work.traffic
+    ('product', ((1, 64, 8, 32),), 11264)
     """
     if not operation.operands and not operation.results:  # of a compiled graph
         kind = "product" if operation.flops else "fused"
@@ -108,7 +111,7 @@ def _matrix_work(base: str, operation: Operation, plain: KernelWork) -> KernelWo
         plain,
         kind="product",
         flops=2.0 * batch * m * n * k,
-        product=(batch, m, n, k),
+        products=((batch, m, n, k),),
         alignment=math.gcd(8, *rows),
     )
 
@@ -138,21 +141,30 @@ def _attention_work(base: str, operation: Operation, plain: KernelWork) -> Kerne
 
 
 def _convolution_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork | None:
-    """A convolution as the matrix product that it is: positions x channels out x (channels in x window)."""
+    """A convolution as the matrix product that it is: positions x channels out x (channels in x window).
+
+    Its backward is two: for the gradient of the data, and for that of the weight. Groups count as if they lay
+    beside each other.
+    """
     if "convolution" not in base:
         return None
     backward = "backward" in base
     data, weight = operation.operands[backward], operation.operands[1 + backward].shape
     out = operation.operands[0].shape if backward else operation.results[0].shape
-    groups = max(1, data.shape[1] // max(weight[1], 1))
-    sizes = (groups, out[0] * math.prod(out[2:]), max(1, weight[0] // groups), math.prod(weight[1:]))
-    products = max(1, sum(len(each.shape) > 1 for each in operation.results)) if backward else 1
+    channels, window, groups = weight[0], math.prod(weight[2:]), max(1, data.shape[1] // max(weight[1], 1))
     end = "_backward" if backward else ""
     if groups > 1 and weight[1] == 1:
-        return replace(plain, kind=f"depthwise{end}")
-    flops = 2.0 * math.prod(sizes) * products
-    last = data.layout == "permuted"
-    return replace(plain, kind=f"convolution{end}", flops=flops, product=sizes, channels_last=last)
+        return replace(plain, kind=f"depthwise{end}", flops=0)  # PyTorch counts far more in the backward
+    positions, depth = out[0] * math.prod(out[2:]), weight[1] * window
+    products: list[Sizes] = [(1, positions, channels, depth)]
+    if backward:
+        made = [each.shape for each in operation.results]
+        read = data.shape[0] * math.prod(data.shape[2:])
+        outwards = (1, read, data.shape[1], positions * channels * window // groups // read)
+        products = [outwards] * (data.shape in made) + [(1, channels, depth, positions)] * (weight in made)
+    flops = sum(2.0 * math.prod(sizes) for sizes in products)
+    last = data.layout in {"permuted", "transposed"}
+    return replace(plain, kind=f"convolution{end}", flops=flops, products=tuple(products), channels_last=last)
 
 
 def _list_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork | None:
