@@ -47,11 +47,6 @@ class TorchFunction(NamedTuple):
         return self.name.startswith("_alloc_padded_unsharded_flat_param/")
 
     @property
-    def makes_buckets(self) -> bool:
-        """Whether it allocates DistributedDataParallel's buckets: their views have parameters' shapes."""
-        return self.name.endswith(("_ddp_init_helper", "_pre_forward"))
-
-    @property
     def how(self) -> str:
         """The implementation of an optimizer step: ``foreach``, ``for-loop``, ``fused``; empty otherwise."""
         names = self.name.split("/")

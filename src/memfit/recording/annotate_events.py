@@ -119,9 +119,7 @@ def assign_torch_functions(
     allocated = (events.action == Action.ALLOC) & (label >= 0)
     communicates = np.array([function.communicates for function in table])[column]
     gathers = np.array([function.gathers for function in table])[column]
-    buckets = np.array([function.makes_buckets for function in table])[column]
-    unnamed = (category == Category.UNKNOWN) | (buckets & (category == Category.COPY))
-    communicates = gathers | (communicates & unnamed)
+    communicates = gathers | (communicates & (category == Category.UNKNOWN))
     category[allocated & communicates] = Category.COMMUNICATION
     known = np.flatnonzero(allocated & (column > 0))
     pairs, inverse = np.unique(np.stack((label[known], column[known])), axis=1, return_inverse=True)

@@ -305,9 +305,7 @@ class Recorder:
             statistics=statistics,
             versions=versions,
             command=command,
-            notes=tuple(
-                replace(each, activations=each.workspaces and saved) for each in self._notes.values()
-            ),
+            notes=tuple(replace(n, activations=n.workspaces and saved) for n in self._notes.values()),
             pools=distinct_pools_of_history(history, snapshot["segments"]),
             tensors=tensors,
             unpinned=self._owners.host.peak,
