@@ -139,9 +139,13 @@ def _is_whole(node: TraceNode) -> bool:
     return bool(schema) and "::" in node.name and not _is_composite(schema)
 
 
+def _is_tensor(value: list[Any]) -> bool:
+    return len(value) == _TENSOR and isinstance(value[0], int) and isinstance(value[-1], str)
+
+
 def _tensors(values: Any) -> Iterator[list[Any]]:
     if isinstance(values, list):
-        if len(values) == _TENSOR and isinstance(values[-1], str):
+        if _is_tensor(values):
             yield values
         else:
             for each in values:
@@ -172,7 +176,7 @@ def _operands(values: _Values) -> Iterator[Operand]:
 def _operands_of(value: Any, shape: Any, kind: str, strides: Any) -> Iterator[Operand]:
     if not isinstance(value, list):
         return
-    if len(value) == _TENSOR and isinstance(value[-1], str):
+    if _is_tensor(value):
         dtype = kind.removeprefix("Tensor(").removesuffix(")")
         dtype = _DTYPES.get(dtype, dtype.removeprefix("c10::").lower())
         on_host = not value[-1].startswith(_CUDA) and bool(shape)
@@ -221,5 +225,6 @@ def _flops(name: str, node: TraceNode) -> int:
 
 
 def _shape_or_value(value: Any, shape: Any) -> Any:
-    is_tensor = isinstance(value, list) and len(value) == _TENSOR and isinstance(value[-1], str)
-    return torch.Size(shape) if is_tensor else None if value == "<None>" else value
+    if isinstance(value, list) and _is_tensor(value):
+        return torch.Size(shape)
+    return None if value == "<None>" else value

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.profiler import ExecutionTraceObserver
 
@@ -110,6 +111,8 @@ class WholeStepRecorder:
         self._end()
         try:
             return self._read(self._file) if self._file is not None and self._is_whole else None
+        except (msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError):
+            return None  # another version's file, perhaps: the run's memory is known all the same
         finally:
             self._forget()
 

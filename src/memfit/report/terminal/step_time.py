@@ -8,12 +8,22 @@ from memfit.units import format_seconds
 
 _SHOWN = 4
 """Kinds of kernels that are named."""
+_BACKWARD = "_backward"
 KINDS = {
     "product": "matrix products",
     "convolution": "convolutions",
-    "convolution_backward": "convolutions",
+    "depthwise": "convolutions",
+    "pointwise": "elementwise",
+    "efficient": "attention",
+    "flash": "attention",
+    "cudnn": "attention",
+    "scatter": "indexing",
+    "gather": "indexing",
+    "transpose": "copies",
+    "copy": "copies",
+    "fused": "compiled kernels",
 }
-"""What kinds of kernels are called, where their names do not say it."""
+"""What kinds of kernels are called, backward included, where their names do not say it."""
 
 
 def step_time_lines(time: StepTime | None) -> Iterator[str]:
@@ -35,7 +45,8 @@ def shares_by_name(time: StepTime) -> list[tuple[str, float]]:
     total = sum(each.seconds for each in time.kinds)
     sums: dict[str, float] = {}
     for kind in time.kinds:
-        name = KINDS.get(kind.name, kind.name.replace("_", " "))
+        plain = kind.name.removesuffix(_BACKWARD)
+        name = KINDS.get(plain, plain.replace("_", " "))
         sums[name] = sums.get(name, 0.0) + kind.seconds / total
     return sorted(sums.items(), key=lambda each: -each[1])
 
