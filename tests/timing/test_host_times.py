@@ -9,7 +9,8 @@ import pytest
 from memfit.errors import TargetError
 from memfit.ghost.build.torch_install import find_torch
 from memfit.records import ASSUMED_HOST_TIMES, MEASURED_OF_HOST, HostTimes, HostUnits, Provenance
-from memfit.timing import host_times
+from memfit.run import measure_host_times as host_times
+from memfit.timing import saved_host_times as saved
 
 TORCH = find_torch().version
 MEASURED = HostTimes(replace(ASSUMED_HOST_TIMES.one, operations=1e-6), "a test", measured=True)
@@ -62,40 +63,38 @@ def test_the_driver_is_assumed_and_all_else_is_without_a_measurement():
     assert ASSUMED_HOST_TIMES.provenance("operations") is Provenance.ASSUMED
 
 
-def test_a_machine_is_measured_once(measured, cache):
-    first = host_times.host_times_of_this_machine()
+def test_what_was_measured_is_kept(measured, cache):
+    first = host_times.measure_host_times()
     assert (first.one.operations, first.measured) == (1e-6, True)
-    assert host_times.host_times_of_this_machine() == first == host_times.saved_host_times(TORCH)
+    assert saved.saved_host_times(TORCH) == first
+    files = [path.name for path in cache.rglob("*") if path.is_file()]
+    assert files == [saved.host_times_file(TORCH).name]
     assert len(measured) == 1
-    assert [path.name for path in cache.rglob("*") if path.is_file()] == [
-        host_times.host_times_file(TORCH).name
-    ]
 
 
 def test_another_torch_or_processor_has_no_measurement(measured, monkeypatch, tmp_path):
     host_times.measure_host_times()
-    assert host_times.saved_host_times("2.0.0") is None
+    assert saved.saved_host_times("2.0.0") is None
     processor = tmp_path / "cpuinfo"
     processor.write_text("model name : Another CPU @ 3 GHz\n")
-    monkeypatch.setattr(host_times, "_CPU_INFO", processor)
-    assert host_times.saved_host_times(TORCH) is None
-    assert "Another_CPU_3_GHz" in host_times.host_times_file(TORCH).name
+    monkeypatch.setattr(saved, "_CPU_INFO", processor)
+    assert saved.saved_host_times(TORCH) is None
+    assert "Another_CPU_3_GHz" in saved.host_times_file(TORCH).name
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"one": {"operations": "x"}, "source": ""}'])
-def test_a_damaged_file_is_ignored_and_replaced(measured, content):
+@pytest.mark.usefixtures("measured")
+def test_a_damaged_file_is_ignored_and_replaced(content):
     host_times.measure_host_times()
-    path = host_times.host_times_file(TORCH)
+    path = saved.host_times_file(TORCH)
     path.write_text(content)
-    assert host_times.saved_host_times(TORCH) is None
-    assert host_times.host_times_of_this_machine().measured
-    assert host_times.saved_host_times(TORCH) is not None
-    assert len(measured) == 2
+    assert saved.saved_host_times(TORCH) is None
+    assert host_times.measure_host_times() == saved.saved_host_times(TORCH)
 
 
 def test_a_measurement_that_cannot_be_written_whole_leaves_the_file_before_it(measured, monkeypatch):
     host_times.measure_host_times()
-    before = host_times.host_times_file(TORCH).read_bytes()
+    before = saved.host_times_file(TORCH).read_bytes()
 
     def full(_):
         raise OSError(28, "No space left on device")
@@ -103,16 +102,16 @@ def test_a_measurement_that_cannot_be_written_whole_leaves_the_file_before_it(me
     monkeypatch.setattr("memfit.atomic_files.os.fsync", full)
     with pytest.raises(Exception, match="No space left"):
         host_times.measure_host_times()
-    assert host_times.host_times_file(TORCH).read_bytes() == before
-    assert len(list(host_times.host_times_file(TORCH).parent.iterdir())) == 1
+    assert saved.host_times_file(TORCH).read_bytes() == before
+    assert len(list(saved.host_times_file(TORCH).parent.iterdir())) == 1
 
 
 def test_a_failure_quotes_the_process(cache, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="one\nRuntimeError: no\n")
     monkeypatch.setattr(host_times.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(TargetError, match="RuntimeError: no"):
-        host_times.host_times_of_this_machine()
-    assert host_times.saved_host_times(TORCH) is None
+        host_times.measure_host_times()
+    assert saved.saved_host_times(TORCH) is None
 
 
 @pytest.mark.process
@@ -126,6 +125,6 @@ def test_doctor_measures_this_machine_on_the_ghost_and_prints_a_table(cache):
     for name in MEASURED_OF_HOST:
         assert kinds[name.replace("_", " ")] == "measured"
     assert kinds["launches"] == kinds["library calls"] == "assumed"
-    times = host_times.saved_host_times(TORCH)
+    times = saved.saved_host_times(TORCH)
     assert times is not None
     assert all(getattr(times.one, name) > 0 for name in ("python_calls", "operations", "watched_operations"))

@@ -56,7 +56,7 @@ def _measure_context() -> int:
 
 def _measure_time() -> int:
     from memfit.report.terminal.doctor import print_host_times
-    from memfit.timing.host_times import measure_host_times
+    from memfit.run.measure_host_times import measure_host_times
 
     times = measure_host_times()
     with console_on_stdout() as console:

@@ -2,7 +2,7 @@
 
     seconds of a step = the sum of counts x seconds of one
 
-The seconds of one are measured on this machine (``timing/host_times.py``), in networks rather than in
+The seconds of one are measured on this machine (``run/measure_host_times.py``), in networks rather than in
 loops over one operation: there, processors have all code and data of an operation at hand, and a step would
 seem half as long as it is. What is not measured is assumed: no GPU is needed, so the driver's work is not
 among what is. The host is this machine: on another, measure again.
