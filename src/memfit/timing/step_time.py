@@ -23,8 +23,7 @@ from memfit.timing.step_timeline import QueuedWork, StepTimeline, step_timeline
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _COMMON = 0.08
-"""Spread of whole steps beside that of their kernels: temperature, versions of libraries. Chosen so that nine
-of ten published steps (benchmarks/times.toml) are in their interval."""
+"""Spread of whole steps beside that of their kernels: temperature, versions of libraries. Assumed."""
 
 
 def step_time_of_trace(trace: Trace) -> StepTime | None:
