@@ -1,0 +1,1 @@
+"""How long a training step takes: kernels on a card, the host, and the two together."""

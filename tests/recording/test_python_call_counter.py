@@ -1,0 +1,69 @@
+"""Counting the Python functions that a thread calls."""
+
+import sys
+from pathlib import Path
+
+from memfit.recording.python_call_counter import PythonCallCounter
+
+
+def one():
+    return len("C functions do not count")
+
+
+def several(count):
+    for _ in range(count):
+        one()
+
+
+def items():
+    yield from range(100)
+
+
+def counted(run, **options):
+    counter = PythonCallCounter(**options)
+    assert counter.start()
+    run()
+    counter.stop()
+    return counter.calls
+
+
+def test_every_call_of_a_python_function_counts_once():
+    assert counted(lambda: several(5)) - counted(lambda: several(0)) == 5
+
+
+def test_the_items_of_a_generator_are_no_calls():
+    assert counted(lambda: list(items())) == counted(lambda: None)
+
+
+def test_functions_in_a_folder_that_is_left_out_do_not_count():
+    here = str(Path(__file__).parent)
+    assert counted(lambda: several(5), without=here) == counted(lambda: None, without=here)
+
+
+def test_a_pause_counts_nothing():
+    counter = PythonCallCounter()
+
+    def run():
+        with counter.pausing():
+            several(100)
+
+    assert counter.start()
+    run()
+    counter.stop()
+    assert counter.calls < 20
+
+
+def test_a_profiler_of_the_scripts_own_stays():
+    def own(*_):
+        return None
+
+    sys.setprofile(own)
+    try:
+        counter = PythonCallCounter()
+        assert not counter.start()
+        with counter.pausing():
+            pass
+        counter.stop()
+        assert sys.getprofile() is own
+    finally:
+        sys.setprofile(None)
