@@ -234,6 +234,9 @@ def markdown(results: Sequence[TimedResult], sources: Iterable[Mapping[str, Any]
         if source["name"] in used
     ]
     parts = (
+        "# Step times: published, and predicted on the ghost",
+        "Of each row: what `benchmarks/times.py` predicts, the interval, and what the data sheet alone says. "
+        "What these rows can and cannot show: docs/time.md.",
         table(columns, "lllrrrrrr", rows),
         table(
             ("card", "rows", "median error", "90 %", "held", "signed", "data sheet, median"),
