@@ -235,8 +235,7 @@ def markdown(results: Sequence[TimedResult], sources: Iterable[Mapping[str, Any]
     ]
     parts = (
         "# Step times: published, and predicted on the ghost",
-        "Of each row: what `benchmarks/times.py` predicts, the interval, and what the data sheet alone says. "
-        "What these rows can and cannot show: docs/time.md.",
+        "What these rows can and cannot show: docs/time.md. `data sheet`: full rates, 5 us an operation.",
         table(columns, "lllrrrrrr", rows),
         table(
             ("card", "rows", "median error", "90 %", "held", "signed", "data sheet, median"),
