@@ -115,9 +115,9 @@ def test_modules_of_slices_are_not_recomputed_in_parts(monkeypatch):
     """Slices refuse split_at: where plans of micro-batches had it, none with slices could be run."""
     seen = []
 
-    def chooser(*given, in_parts):
+    def chooser(*given, in_parts, **options):
         seen.append(in_parts)
-        return CheckpointChooser(*given, in_parts=in_parts)
+        return CheckpointChooser(*given, in_parts=in_parts, **options)
 
     monkeypatch.setattr("memfit.planning.checkpointing_bases.CheckpointChooser", chooser)
     planned(BatchedScript(), 0.3)

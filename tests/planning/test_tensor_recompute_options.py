@@ -11,6 +11,7 @@ from memfit.planning.choose_checkpointing import CheckpointChooser
 from memfit.planning.step_memory_model import StepMemoryModel
 from memfit.planning.tensor_recompute_options import tensor_recomputations
 from memfit.recording.step_operations import StepOperationRecorder
+from memfit.records import HostUnits
 from support.planned_networks import NETWORKS, PlannedNetwork
 
 ELEMENTS = 1 << 14
@@ -118,7 +119,7 @@ def test_asking_about_each_operation_takes_time():
     network = chain(*[torch.sigmoid] * 8)
     memory = StepMemoryModel.of(network.record())
     plain = tensor_recomputations(memory, second)
-    asked = tensor_recomputations(memory, second, dispatch=0.5)
+    asked = tensor_recomputations(memory, second, host=HostUnits(watched_operations=0.5))
     assert [each.seconds - 0.5 * 8 for each in asked] == [each.seconds for each in plain]
 
 

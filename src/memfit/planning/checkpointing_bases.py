@@ -105,7 +105,7 @@ class CheckpointingBases:
         chooser = CheckpointChooser(
             operations,
             self._script.seconds,
-            dispatch=self._script.dispatch,
+            host=self._script.host,
             in_parts=not is_made_by_loop(plan),
         )
         made = CheckpointingBase(
@@ -234,7 +234,7 @@ class CheckpointingBases:
             base.operations,
             self._script.seconds,
             self._script.copy,
-            self._script.dispatch,
+            self._script.host,
             in_parts=in_parts,
         )
         bracket = CheckpointChoiceBracket(chooser, self._runs, base.run, self.step)

@@ -24,6 +24,7 @@ from functools import cached_property
 
 from memfit.planning.mixed_integer_solver import INFINITY, MixedIntegerProgram, MixedIntegerSolution
 from memfit.planning.module_checkpoint_options import (
+    FREE,
     Copy,
     ModuleCheckpointOption,
     Seconds,
@@ -39,7 +40,7 @@ from memfit.planning.module_checkpoint_options import (
 from memfit.planning.step_memory_model import StepMemoryModel, module_calls_inside
 from memfit.planning.tensor_recompute_options import TensorRecomputation, tensor_recomputations
 from memfit.planning.uniform_checkpointing import Selection, UniformCheckpointingSearch
-from memfit.records import ModuleCall, StepOperations
+from memfit.records import HostUnits, ModuleCall, StepOperations
 
 _MIB = float(1 << 20)
 _GAP = 0.01
@@ -108,8 +109,8 @@ class CheckpointChooser:
         seconds: how long an operation takes.
         copy: how long it takes to copy bytes to the host and back, if the inputs of checkpointed modules wait
             there; None if they stay.
-        dispatch: seconds for asking whether an operation's results are kept; 0 where that waits for nothing,
-            because kernels take longer.
+        host: seconds that the host needs for what checkpointing adds; 0 where that waits for nothing, because
+            kernels take longer.
         in_parts: whether a module may be recomputed in parts: batch slices do not permit it.
     """
 
@@ -118,7 +119,7 @@ class CheckpointChooser:
         step: StepOperations,
         seconds: Seconds,
         copy: Copy | None = None,
-        dispatch: float = 0.0,
+        host: HostUnits = FREE,
         *,
         in_parts: bool = True,
     ) -> None:
@@ -126,10 +127,10 @@ class CheckpointChooser:
         self._program = MixedIntegerProgram()
         self._budget = self._program.column(upper=INFINITY)
         """Column: MiB."""
-        self._ways = _ways(self._memory, seconds, copy, dispatch, in_parts=in_parts)
+        self._ways = _ways(self._memory, seconds, copy, host, in_parts=in_parts)
         again = _recomputed(self._memory, self._ways)
         self._uniform = UniformCheckpointingSearch(self._memory, self._ways, again)
-        self._tensors = tensor_recomputations(self._memory, seconds, dispatch) if copy is None else []
+        self._tensors = tensor_recomputations(self._memory, seconds, host) if copy is None else []
         forward = sum(seconds(operation) for operation in step.forward)
         self._unit = forward / _COST if forward else 1.0
         """Seconds by which a cost of 1 makes a step longer."""
@@ -299,7 +300,7 @@ def _recomputed(memory: StepMemoryModel, ways: _Ways) -> _Again:
 
 
 def _ways(
-    memory: StepMemoryModel, seconds: Seconds, copy: Copy | None, dispatch: float, *, in_parts: bool
+    memory: StepMemoryModel, seconds: Seconds, copy: Copy | None, host: HostUnits, *, in_parts: bool
 ) -> _Ways:
     step = memory.step
     calls: dict[str, list[int]] = defaultdict(list)
@@ -315,15 +316,13 @@ def _ways(
         first = step.calls[numbers[0]]
         plain = frozenset(storage for number in inside[numbers[0]] for storage in step.calls[number].saves)
         sets = save_ops_to_try(step, first, seconds, changed)
-        tried = [module_checkpoint_option(step, first, ops, seconds, copy, dispatch) for ops in sets]
+        tried = [module_checkpoint_option(step, first, ops, seconds, copy, host) for ops in sets]
         best = useful_checkpoint_options(step, tried, plain)
         least = min((bytes_of_storages(step, option.keeps) for option in best), default=0)
         if best and (bytes_of_storages(step, plain) - least) * len(numbers) >= _WORTH * everything:
             found[module] = [
                 [
-                    module_checkpoint_option(
-                        step, step.calls[number], option.save_ops, seconds, copy, dispatch
-                    )
+                    module_checkpoint_option(step, step.calls[number], option.save_ops, seconds, copy, host)
                     for number in numbers
                 ]
                 for option in best
@@ -332,7 +331,7 @@ def _ways(
             found[module] += [
                 [
                     module_checkpoint_option_in_parts(
-                        step, step.calls[number], inside[number], split_at, seconds, copy
+                        step, step.calls[number], inside[number], split_at, seconds, copy, host
                     )
                     for number in numbers
                 ]

@@ -32,5 +32,5 @@ def with_time_of_host(script: PlannedScript, plain: TrialResult) -> PlannedScrip
         own = kernel(operation)
         return max(own, issue) if own else 0.0
 
-    watched = host_times_of_trace(plain.trace).one.watched_operations
-    return replace(script, seconds=seconds, dispatch=watched, rule=f"{script.rule}; {RULE}")
+    host = host_times_of_trace(plain.trace).one
+    return replace(script, seconds=seconds, host=host, rule=f"{script.rule}; {RULE}")

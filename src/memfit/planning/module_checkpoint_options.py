@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import combinations, islice
 
 from memfit.planning.step_memory_model import StepMemoryModel
-from memfit.records import ModuleCall, Operation, StepOperations
+from memfit.records import HostUnits, ModuleCall, Operation, StepOperations
 
 Seconds = Callable[[Operation], float]
 Copy = Callable[[int], float]
 LEAST_OFFLOADED = 1 << 20
 """Bytes: ``memfit.Offload`` leaves smaller storages on the device."""
+FREE = HostUnits()
+"""Of a host that is ahead of the GPU."""
 MOST = 16
 """Options of a module at most."""
 
@@ -83,7 +85,7 @@ def module_checkpoint_option(
     save_ops: tuple[str, ...],
     seconds: Seconds,
     copy: Copy | None = None,
-    dispatch: float = 0.0,
+    host: HostUnits = FREE,
 ) -> ModuleCheckpointOption:
     """Return what a call holds and costs if the module is checkpointed and keeps some operations' results.
 
@@ -93,8 +95,8 @@ def module_checkpoint_option(
         save_ops: the operations whose results it keeps.
         seconds: how long an operation takes.
         copy: how long it takes to copy bytes to the host and back, if the module's inputs wait there.
-        dispatch: seconds for asking whether an operation's results are kept, as its forward does, and again
-            when it is recomputed.
+        host: seconds of one region, of a tensor saved in it, and of asking whether an operation's results are
+            kept, as its forward does, and again when it is recomputed.
     """
     keeps = {storage for storage in call.reads if step.storages[storage]}
     again, offloaded = 0.0, 0
@@ -104,8 +106,11 @@ def module_checkpoint_option(
         offloaded = bytes_of_storages(step, moved)
         again = copy(offloaded)
     saved = frozenset(save_ops)
+    again += host.checkpointed_regions + host.replayed_tensors * (call.end_save - call.first_save)
     if saved:
-        again += dispatch * (call.end - call.first + min(call.last_saved, call.end) - call.first)
+        again += host.watched_operations * (
+            call.end - call.first + min(call.last_saved, call.end) - call.first
+        )
     for name, operation in _rerun_operations(step, call):
         if name in saved:
             keeps.update(operation.creates)
@@ -250,12 +255,13 @@ def module_checkpoint_option_in_parts(
     split_at: tuple[str, ...],
     seconds: Seconds,
     copy: Copy | None = None,
+    host: HostUnits = FREE,
 ) -> ModuleCheckpointOption:
     """Return what a call holds and costs if it keeps its inputs, and is recomputed in parts.
 
     The arguments are those of ``parts_of_module_call`` and of ``module_checkpoint_option``.
     """
-    whole = module_checkpoint_option(step, call, (), seconds, copy)
+    whole = module_checkpoint_option(step, call, (), seconds, copy, host)
     parts = parts_of_module_call(step, call, inner, split_at)
     again = sum(sum(map(seconds, step.forward[call.first : part.last_saved])) for part in parts[:-1])
     if copy is not None:

@@ -8,8 +8,9 @@ from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.needed_memory import ReplayableRun, process_bytes_with_reserved
 from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.devices import Device
+from memfit.planning.module_checkpoint_options import FREE
 from memfit.planning.strategy_and_allocator_changes import expandable_segments_change
-from memfit.records import Change, Operation, Phase, PlanRun, ScriptEnd, StepOperations
+from memfit.records import Change, HostUnits, Operation, Phase, PlanRun, ScriptEnd, StepOperations
 from memfit.timing.kernel_times import KernelTimes
 
 RunAhead = Callable[[Sequence[tuple[Change, str]]], None]
@@ -32,9 +33,9 @@ class PlannedScript:
     """GPUs, with a rank of the job on each."""
     run_ahead: RunAhead = lambda _: None
     """What a search lets runs be made with before it asks for them; the answer is the same."""
-    dispatch: float = 0.0
-    """Seconds that the host needs for an operation under a dispatch mode in Python, as where some results are
-    kept; 0 where it is ahead of the GPU anyway."""
+    host: HostUnits = FREE
+    """Seconds that the host needs for what plans add: regions, the tensors saved in them, operations under a
+    dispatch mode. 0 where it is ahead of the GPU anyway."""
 
     def is_to_be_sharded(self, plain: TrialResult) -> bool:
         """Return whether there are several GPUs, and the script as written trains on one."""

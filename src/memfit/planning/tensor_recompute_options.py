@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from memfit.planning.module_checkpoint_options import Seconds, bytes_of_storages, named_operations
+from memfit.planning.module_checkpoint_options import FREE, Seconds, bytes_of_storages, named_operations
 from memfit.planning.step_memory_model import StepMemoryModel
-from memfit.records import LEAST_RECOMPUTED, ModuleCall, StepOperations, is_recomputable_operation
+from memfit.records import LEAST_RECOMPUTED, HostUnits, ModuleCall, StepOperations, is_recomputable_operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class TensorRecomputation:
 
 
 def tensor_recomputations(
-    memory: StepMemoryModel, seconds: Seconds, dispatch: float = 0.0
+    memory: StepMemoryModel, seconds: Seconds, host: HostUnits = FREE
 ) -> list[TensorRecomputation]:
     """Return ways to recompute a model's tensors one by one, without those that another beats.
 
@@ -215,7 +215,7 @@ def tensor_recomputations(
     Args:
         memory: the plain step.
         seconds: how long an operation takes.
-        dispatch: seconds for noting an operation.
+        host: seconds of noting an operation, as of one under a dispatch mode, and of a tensor that is saved.
     """
     step = memory.step
     if not step.calls or sum(call.parent < 0 for call in step.calls) > 1:
@@ -231,7 +231,9 @@ def tensor_recomputations(
     ]
     plain = RecomputeSimulation(step, contents, [True] * len(contents.all), seconds).run(step.calls[0])
     found = [_option(memory, names, seconds, contents, plain) for names in dict.fromkeys(sets)]
-    noting = dispatch * (step.calls[0].end - step.calls[0].first)
+    model = step.calls[0]
+    noting = host.watched_operations * (model.end - model.first)
+    noting += host.checkpointed_tensors * (model.end_save - model.first_save)
     found = [replace(option, seconds=option.seconds + noting) for option in found]
     best: list[TensorRecomputation] = []
     for option in sorted(found, key=lambda each: (each.seconds, each.peak)):
