@@ -106,7 +106,9 @@ def _matrix_work(base: str, operation: Operation, plain: KernelWork) -> KernelWo
     else:
         return None
     matrices = (*operation.operands[-2:], *operation.results) if base != "linear" else operation.operands[:2]
-    rows = [each.shape[-2 if each.layout == "transposed" else -1] for each in matrices]  # in memory
+    rows = [  # in memory; of a part, or one that Inductor padded, they begin where the whole's do
+        each.shape[-2 if each.layout == "transposed" else -1] for each in matrices if each.layout != "strided"
+    ]
     return replace(
         plain,
         kind="product",
