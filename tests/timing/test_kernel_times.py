@@ -236,6 +236,13 @@ def test_tensor_cores_are_slow_where_rows_are_not_aligned():
     assert odd == pytest.approx(padded, rel=0.01)
 
 
+def test_rows_of_a_part_begin_where_those_of_the_whole_do():
+    padded = tensor(16384, 50257, dtype="bfloat16", layout="strided")  # as Inductor pads logits
+    in_graph = replace(product(16384, 50257, 768), results=(padded,))
+    assert work_of(in_graph).alignment == 8
+    assert work_of(product(16384, 50257, 768)).alignment == 1
+
+
 def test_a_product_of_a_compiled_graph_takes_as_long_as_one_of_known_sizes():
     times = KernelTimes(find_device("A100"))
     flops = 2 * 8192**3
@@ -263,6 +270,19 @@ def test_a_card_that_trains_has_the_clock_that_its_power_limit_sustains():
     work = product(4096, 3072, 4096)
     cold = seconds_in_tables("H100-80GB", work, "product_16")
     assert KernelTimes(find_device("H100")).of(work).seconds > 1.05 * cold
+
+
+@pytest.mark.parametrize(
+    ("card", "sizes", "measured"),  # TFLOP/s; sources: [under_load] in kernel_times.toml
+    [
+        ("RTX 4090", (14336, 4096, 4096), 178.8),
+        ("RTX 3060", (16384, 16384, 16384), 27.0),
+        ("H100 PCIe", (6912, 16384, 2048), 499.5),
+    ],
+)
+def test_the_best_products_of_cards_whose_clock_under_load_is_known(card, sizes, measured):
+    seconds = KernelTimes(find_device(card)).of(product(*sizes)).seconds
+    assert 2 * math.prod(sizes) / seconds / 1e12 == pytest.approx(measured, rel=0.03)
 
 
 def test_what_the_kernel_before_left_in_the_cache_is_read_faster():
