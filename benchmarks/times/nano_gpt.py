@@ -1,7 +1,6 @@
 """Train a GPT in nanoGPT's style: autocast to bfloat16, AdamW in two groups, compiled or not."""
 
 import argparse
-import math
 
 import torch
 import torch.nn.functional as F
@@ -12,26 +11,19 @@ class Block(nn.Module):
     def __init__(self, args):
         super().__init__()
         width, self.heads, self.drop = args.width, args.heads, args.dropout
-        self.manual, self.dropout = args.manual_attention, nn.Dropout(args.dropout)
+        self.dropout = nn.Dropout(args.dropout)
         self.ln_1, self.ln_2 = (nn.LayerNorm(width, bias=args.bias) for _ in range(2))
         self.qkv = nn.Linear(width, 3 * width, bias=args.bias)
         self.out = nn.Linear(width, width, bias=args.bias)
         self.up = nn.Linear(width, 4 * width, bias=args.bias)
         self.down = nn.Linear(4 * width, width, bias=args.bias)
-        mask = torch.tril(torch.ones(args.context, args.context))
-        self.register_buffer("mask", mask.view(1, 1, args.context, args.context), persistent=False)
 
     def attention(self, x):
         batch, length, width = x.shape
         parts = self.qkv(x).split(width, dim=2)
         q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
-        if self.manual:
-            scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-            scores = scores.masked_fill(self.mask[:, :, :length, :length] == 0, float("-inf"))
-            found = self.dropout(F.softmax(scores, dim=-1)) @ v
-        else:
-            drop = self.drop if self.training else 0
-            found = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
+        drop = self.drop if self.training else 0
+        found = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
         return self.dropout(self.out(found.transpose(1, 2).contiguous().view(batch, length, width)))
 
     def forward(self, x):
@@ -70,7 +62,6 @@ def main():
     parser.add_argument("--vocabulary", type=int, default=50304)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--bias", action="store_true")
-    parser.add_argument("--manual-attention", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--bfloat16", action="store_true", help="weights in bfloat16")
     parser.add_argument("--fused", action="store_true", help="AdamW in one kernel")

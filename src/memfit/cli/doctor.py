@@ -11,6 +11,7 @@ def doctor(
     *,
     gaps: bool = False,
     context: bool = False,
+    time: bool = False,
     patches: bool = False,
 ) -> int:
     """Check that PyTorch, the C compiler, and the ghost (memfit's stand-in for a GPU) work on this machine.
@@ -20,11 +21,15 @@ def doctor(
         context: Measure, on this machine's GPU, how much memory a process holds outside PyTorch's allocator,
             and how several settings change that amount. Later dry runs for this GPU use the measured figure,
             and memfit prints it as lines that you can contribute.
+        time: Measure how long this machine's processor takes for Python, PyTorch and autograd in a training
+            step. Later dry runs use the measured times. This needs no GPU.
         patches: List every name that memfit replaces in PyTorch and in other libraries while a script runs,
             and whether the versions installed here have it.
     """
     if context:
         return _measure_context()
+    if time:
+        return _measure_time()
     if patches:
         return _list_patches()
     from memfit.ghost.environment_checks import diagnose
@@ -46,6 +51,16 @@ def _measure_context() -> int:
         print(f"Saved for dry runs for this GPU with this PyTorch version: {saved}", file=sys.stderr)
         print("To share it with other users, send these lines for memfit's devices.toml:", file=sys.stderr)
         print(context_toml_lines(report), file=sys.stderr)
+    return 0
+
+
+def _measure_time() -> int:
+    from memfit.report.terminal.doctor import print_host_times
+    from memfit.run.measure_host_times import measure_host_times
+
+    times = measure_host_times()
+    with console_on_stdout() as console:
+        print_host_times(times, console)
     return 0
 
 

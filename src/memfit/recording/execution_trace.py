@@ -15,7 +15,7 @@ Source: torch/csrc/profiler/standalone/execution_trace_observer.cpp, PyTorch 2.1
 """
 
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,32 +72,34 @@ class _ExecutionTrace(msgspec.Struct):
     nodes: list[TraceNode]
 
 
-def nodes_of_gpu(file: Path, marks: str) -> Iterator[tuple[TraceNode, int]]:
-    """Yield the operations that ran on the GPU and the marks, in order, each with the modes it ran under.
+def read_execution_trace(file: Path, marks: str) -> tuple[list[TraceNode], Counter[str]]:
+    """Read what ran on the GPU.
 
     Args:
         file: as the observer wrote it.
         marks: what the names of marks begin with; what ran inside of one is left out.
+
+    Returns:
+        The operations and the marks, in order; and how many nodes of each name there are in all.
     """
     nodes = msgspec.json.decode(file.read_bytes(), type=_ExecutionTrace).nodes
     inside: defaultdict[int, list[TraceNode]] = defaultdict(list)
     known = {node.id for node in nodes}
     for node in sorted(nodes, key=lambda node: node.id):
         inside[node.ctrl_deps if node.ctrl_deps in known and node.ctrl_deps != node.id else -1].append(node)
-    stack = [(node, 0) for node in reversed(inside[-1])]
-    found: list[tuple[TraceNode, int]] = []
-    while stack:
-        node, modes = stack.pop()
+    left = list(inside[-1])
+    found: list[TraceNode] = []
+    while left:
+        node = left.pop()
         parts = inside[node.id]
         if node.name.startswith(marks):
-            found.append((node, modes))
+            found.append(node)
         elif any(part.name.startswith(_PYTHON) for part in parts) or not _is_whole(node):
-            modes += node.name.startswith(_PYTHON)
-            stack += [(part, modes) for part in reversed(parts)]
+            left += parts
         elif _runs_on_gpu(node):
-            found.append((node, modes))
+            found.append(node)
     # Threads run beside each other: autograd's runs while the one that called it waits.
-    yield from sorted(found, key=lambda each: each[0].id)
+    return sorted(found, key=lambda node: node.id), Counter(node.name for node in nodes)
 
 
 def operation_of_node(node: TraceNode) -> Operation:

@@ -12,8 +12,10 @@ The observer's file is read when the script has ended: the step runs as without 
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,18 @@ from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
-from memfit.recording.execution_trace import nodes_of_gpu, operation_of_node
+from memfit.recording.execution_trace import operation_of_node, read_execution_trace
 from memfit.recording.operation_of_call import layout_of_strides
-from memfit.records import MarkKind, Operand, Operation, WholeStep
+from memfit.recording.python_call_counter import PythonCallCounter
+from memfit.records import HostUnits, MarkKind, Operand, Operation, Phase, WholeStep
 
 _GRAPH = Patch("torch._inductor.output_code:CompiledFxGraph", "__call__", why="record the kernels of a step")
 _MARK, _GRAPH_MARK = "memfit:", "memfit:graph:"
+_GRADIENT = "torch::autograd::AccumulateGrad"
+_OF_LIBRARIES = tuple(
+    f"aten.{name}"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "cudnn", "_cudnn", "linear", "miopen")
+)
 _STANDARD_ERROR = 2
 
 
@@ -51,6 +59,8 @@ class WholeStepRecorder:
         self._graphs: list[Any] = []
         self._replays = 0
         self._tf32 = False
+        self._calls = PythonCallCounter()
+        self._nodes = 0
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook compiled graphs, as soon as the script imports the compiler, and follow its training steps."""
@@ -81,6 +91,9 @@ class WholeStepRecorder:
         with _without_words_of_observer():
             self._observer.register_callback(name)
             self._observer.start()
+        self._nodes = torch._C._autograd._get_sequence_nr()
+        self._calls = PythonCallCounter()
+        self._calls.start()
         self._book.on_use = self._used
         self._used(self._book.current())
 
@@ -89,6 +102,8 @@ class WholeStepRecorder:
         if observer is None:
             return
         self._book.on_use = None
+        self._calls.stop()
+        self._nodes = torch._C._autograd._get_sequence_nr() - self._nodes
         with _without_words_of_observer():
             observer.stop()
             observer.unregister_callback()
@@ -122,7 +137,8 @@ class WholeStepRecorder:
         order: list[int] = []
         labels: list[int] = []
         label_of: dict[int, int] = {}  # by thread
-        for node, _ in nodes_of_gpu(file, _MARK):
+        nodes, names = read_execution_trace(file, _MARK)
+        for node in nodes:
             thread = node.attribute("tid")
             if node.name.startswith(_GRAPH_MARK):
                 kernels = self._graphs[int(node.name.removeprefix(_GRAPH_MARK))]
@@ -137,8 +153,47 @@ class WholeStepRecorder:
                 labels.append(label_of.get(thread, 0))
         if not order:
             return None
-        rows = tuple(number), tuple(order), tuple(labels)
-        return WholeStep(*rows, self._tf32, compiled=bool(self._graphs), replayed=self._replays > 0)
+        return WholeStep(
+            tuple(number),
+            tuple(order),
+            tuple(labels),
+            self._host(names, tuple(number), order, labels),
+            self._tf32,
+            compiled=bool(self._graphs),
+            replayed=self._replays > 0,
+        )
+
+    def _host(
+        self,
+        names: Counter[str],
+        operations: Sequence[Operation],
+        order: Sequence[int],
+        labels: Sequence[int],
+    ) -> HostUnits:
+        """Return what the host did.
+
+        A region that runs again detaches each tensor that it saves. Autograd's threads have numbers of their
+        own: nodes of recomputations are counted as their operations.
+        """
+        phases = [self._book.labels[label].phase for label in labels]
+        again = phases.count(Phase.RECOMPUTE)
+        regions = sum(
+            here is Phase.RECOMPUTE and before is not Phase.RECOMPUTE for before, here in pairwise(phases)
+        )
+        calls = sum(operations[at].name.startswith(_OF_LIBRARIES) for at in order)
+        gradients = names[_GRADIENT]
+        return HostUnits(
+            python_calls=self._calls.calls,
+            operations=len(order),
+            autograd_nodes=self._nodes + again,
+            gradients=gradients,
+            updated_parameters=gradients,
+            checkpointed_regions=regions,
+            checkpointed_tensors=names["aten::detach"] if regions else 0,
+            watched_operations=names["PythonDispatchMode"],
+            launches=len(order) - calls,
+            library_calls=calls,
+        )
 
     def _used(self, label: int) -> None:
         """Leave a mark in the trace: from here on, the calling thread does what a label says."""

@@ -1,7 +1,8 @@
 """What one training step runs on the GPU, in order: what its time follows from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from memfit.records.host_times import HostUnits
 from memfit.records.step_operations import Operation
 
 
@@ -16,6 +17,8 @@ class WholeStep:
     """What ran, in this order: indices into ``operations``."""
     labels: tuple[int, ...]
     """For each of these, what the host was doing: indices into the trace's labels."""
+    host: HostUnits = field(default_factory=HostUnits)
+    """What the host did meanwhile."""
     tf32: bool = False
     """Whether matrix products of float32 were computed in TF32."""
     compiled: bool = False

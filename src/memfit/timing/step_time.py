@@ -2,18 +2,28 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from memfit.devices import Device, find_device
 from memfit.errors import UnknownDeviceError
-from memfit.records import EventLabel, Operation, Phase, StepTime, TimeShare, Trace, WholeStep
+from memfit.records import (
+    ASSUMED_HOST_TIMES,
+    EventLabel,
+    HostTimes,
+    Phase,
+    StepTime,
+    TimeShare,
+    Trace,
+    WholeStep,
+)
 from memfit.timing.kernel_times import KernelTime, KernelTimes
 from memfit.timing.kernel_work import work_of
+from memfit.timing.saved_host_times import saved_host_times
 from memfit.timing.step_timeline import QueuedWork, StepTimeline, step_timeline
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_COMMON = 0.05
-"""Spread that all kernels of a step share: clocks, temperature, versions of libraries. Assumed."""
+_COMMON = 0.08
+"""Spread of whole steps beside that of their kernels: temperature, versions of libraries. Assumed."""
 
 
 def step_time_of_trace(trace: Trace) -> StepTime | None:
@@ -24,11 +34,16 @@ def step_time_of_trace(trace: Trace) -> StepTime | None:
         device = find_device(trace.device.name)
     except UnknownDeviceError:  # of a newer memfit's table
         return None
-    return step_time(trace.step, trace.labels, device)
+    return step_time(trace.step, trace.labels, device, saved_host_times(trace.versions.get("torch", "")))
 
 
 def step_time(
-    step: WholeStep, labels: Sequence[EventLabel], device: Device, *, without_own: bool = False
+    step: WholeStep,
+    labels: Sequence[EventLabel],
+    device: Device,
+    host: HostTimes | None = None,
+    *,
+    without_own: bool = False,
 ) -> StepTime | None:
     """Return how long a recorded step takes on a card; None if that is not known.
 
@@ -36,22 +51,26 @@ def step_time(
         step: the operations.
         labels: of the trace: what ``step.labels`` refers to.
         device: the card.
+        host: what its host takes; None for assumed times.
         without_own: pretend that nobody measured this card.
     """
     if step.replayed:  # the kernels of the script's own CUDA graphs are not among the operations
         return None
+    host = host or ASSUMED_HOST_TIMES
     kernels = KernelTimes(device, tf32=step.tf32, without_own=without_own)
     times = [kernels.of(operation) for operation in step.operations]
     queue = [
         QueuedWork(
-            seconds_to_issue(step.operations[number], labels[label].phase),
+            issue,
             times[number].seconds,
             step.operations[number].stream,
             step.operations[number].waits,
         )
-        for number, label in zip(step.order, step.labels, strict=True)
+        for number, issue in zip(step.order, seconds_to_issue(step, labels, host), strict=True)
     ]
     timeline = step_timeline(queue)
+    if not timeline.seconds:
+        return None
     busiest = max(timeline.busy.values(), default=0.0)
     spread = _spread(step, times, timeline)
     samples, tokens = samples_and_tokens(step, labels)
@@ -66,7 +85,7 @@ def step_time(
         basis=max(bases, key=bases.__getitem__, default=""),
         gpu_seconds=busiest,
         host_seconds=timeline.host,
-        host_basis=HOST_BASIS,
+        host_basis="measured on this machine, with an assumed driver" if host.measured else "assumed",
         kinds=_shares((work_of(step.operations[n]).kind, times[n].seconds) for n in step.order),
         modules=_shares(
             (labels[label].module, times[n].seconds) for n, label in zip(step.order, step.labels, strict=True)
@@ -74,20 +93,23 @@ def step_time(
         phases=_shares(
             (labels[label].phase, times[n].seconds) for n, label in zip(step.order, step.labels, strict=True)
         ),
-        utilization=_at_full_rate(step, device) / timeline.seconds if timeline.seconds else 0.0,
+        utilization=_at_full_rate(step, device) / timeline.seconds,
         samples=samples,
         tokens=tokens,
     )
 
 
-HOST_BASIS = "assumed"
-_FORWARD, _BACKWARD, _LAUNCH = 8e-6, 4e-6, 3e-6
+def seconds_to_issue(step: WholeStep, labels: Sequence[EventLabel], host: HostTimes) -> Iterator[float]:
+    """Yield how long the host needs before it has issued each operation of a step, in order.
 
-
-def seconds_to_issue(operation: Operation, phase: Phase) -> float:
-    """Return how long the host needs before it has issued an operation."""
-    own = _BACKWARD if phase is Phase.BACKWARD else _FORWARD
-    return own + _LAUNCH * operation.launches
+    Python runs outside of the backward: the seconds of its calls are shared by the operations there, and the
+    others by all.
+    """
+    is_backward = [labels[label].phase is Phase.BACKWARD for label in step.labels]
+    python = step.host.python_calls * host.one.python_calls
+    beside = (host.step_seconds(step.host) - python) / max(len(is_backward), 1)
+    calling = python / max(is_backward.count(False), 1)
+    yield from (beside + calling * (not each) for each in is_backward)
 
 
 def _shares(parts: Iterable[tuple[str, float]]) -> tuple[TimeShare, ...]:
@@ -101,17 +123,12 @@ def _shares(parts: Iterable[tuple[str, float]]) -> tuple[TimeShare, ...]:
 def _spread(step: WholeStep, times: Sequence[KernelTime], timeline: StepTimeline) -> float:
     """Return how far off the step may be, relative.
 
-    Errors are taken to be the same within a kind of kernels, and those of different kinds to be independent.
-    What the host is responsible for counts as a kind of its own.
+    A card's clock and its libraries make all kernels slower or faster together: errors are taken to be the
+    same. What the host is responsible for is independent of them.
     """
-    off: defaultdict[str, float] = defaultdict(float)
-    for number in step.order:
-        off[work_of(step.operations[number]).kind] += times[number].seconds * times[number].spread
+    off = sum(times[number].seconds * times[number].spread for number in step.order)
     waiting = max(timeline.seconds - sum(timeline.busy.values()), 0.0)
-    off["host"] = waiting * _HOST_SPREAD
-    return (
-        math.hypot(_COMMON, *(each / timeline.seconds for each in off.values())) if timeline.seconds else 0.0
-    )
+    return math.hypot(_COMMON, off / timeline.seconds, _HOST_SPREAD * waiting / timeline.seconds)
 
 
 _HOST_SPREAD = 0.5

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from operator import sub
 
 from rich.console import Console
@@ -10,9 +11,11 @@ from rich.text import Text
 
 from memfit.patching.patches import ReplacedName
 from memfit.records import (
+    ASSUMED_HOST_TIMES,
     CardContextReport,
     CardContextStage,
     EnvironmentCheck,
+    HostTimes,
     MachineKind,
     NcclMeasurement,
 )
@@ -65,6 +68,15 @@ def print_context_stages(report: CardContextReport, console: Console) -> None:
         console.print(
             "REHEARSAL: memfit's ghost stood in for the GPU. Nothing was measured, and nothing is saved."
         )
+
+
+def print_host_times(times: HostTimes, console: Console) -> None:
+    """Print the seconds that this machine's host takes for one of each thing that a step has."""
+    table = plain_table("wrw", "the host takes for one of", "µs", "")
+    for name, seconds in asdict(times.one).items():
+        table.add_row(name.replace("_", " "), f"{1e6 * seconds:.1f}", times.provenance(name))
+    console.print(table)
+    console.print(Text(f"Measured: {times.source}. Assumed: {ASSUMED_HOST_TIMES.source}.", style="dim"))
 
 
 def context_toml_lines(report: CardContextReport) -> str:
