@@ -194,6 +194,15 @@ def test_a_causal_attention_takes_half_the_time():
     assert half / whole == pytest.approx(0.5, abs=0.03)
 
 
+def test_flexattention_is_a_causal_attention_a_little_slower_than_flashs():
+    times, sizes = KernelTimes(find_device("A100")), tensor(8, 16, 2048, 64, dtype="bfloat16")
+    flash = times.of(attention("flash", 8, 16, 2048, 64)).seconds
+    operands = sizes, sizes, sizes, tensor(8, 16, 2048)
+    assert 1.05 < times.of(operation("flex_attention", *operands, results=(sizes,))).seconds / flash < 1.2
+    backward = operation("flex_attention_backward", *operands, results=(sizes,))
+    assert 2 < times.of(backward).seconds / flash < 4
+
+
 def test_float32_attention_uses_tensor_cores_where_they_know_tf32():
     [old, new] = (
         KernelTimes(find_device(card)).of(attention("efficient", 4, 12, 1024, 64, dtype="float32")).seconds

@@ -190,7 +190,7 @@ def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | 
     preferred = next((name for name in kernel_table()["prefer"].get(device.name, ()) if name in names), None)
     if preferred is not None:
         return str(preferred)
-    attention = kind.startswith(("flash", "efficient", "cudnn"))
+    attention = kind.startswith(("flash", "efficient", "cudnn", "flex"))
 
     def distance(name: str) -> tuple[float, ...]:
         other = measured_device(name)

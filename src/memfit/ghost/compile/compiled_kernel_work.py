@@ -22,6 +22,7 @@ KernelWork = tuple[str, int, int, str, tuple[PlainTensor, ...], tuple[PlainTenso
 """Name, floating-point operations, bytes moved, and the dtype of the products. Of a kernel of a library, the
 name is the operation's, ``aten.mm.default``, and there are its operands, its results, and whether it is a
 causal attention; what Inductor wrote has none."""
+_MOVED = 2
 
 
 def keep_kernel_work_in_graphs() -> None:
@@ -41,7 +42,10 @@ def _kernels(graph: Any) -> tuple[KernelWork, ...]:
     from torch._inductor.virtualized import V
 
     with V.set_graph_handler(graph):
-        return tuple(_work(node) for node in graph.scheduler.nodes)
+        found = [_work(node) for node in graph.scheduler.nodes]
+    return tuple(
+        work for work in found if work[_MOVED]
+    )  # others launch nothing: they name a kernel's results
 
 
 def _work(node: Any) -> KernelWork:
