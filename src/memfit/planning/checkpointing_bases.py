@@ -102,7 +102,12 @@ class CheckpointingBases:
             raise AssertionError  # the caller looks
         if self._plain.operations is not None:
             operations = with_unsharded_module_names(self._plain.operations, operations)
-        chooser = CheckpointChooser(operations, self._script.seconds, in_parts=not is_made_by_loop(plan))
+        chooser = CheckpointChooser(
+            operations,
+            self._script.seconds,
+            dispatch=self._script.dispatch,
+            in_parts=not is_made_by_loop(plan),
+        )
         made = CheckpointingBase(
             plan,
             operations,
@@ -226,7 +231,11 @@ class CheckpointingBases:
         """Return a base in which the inputs of what is recomputed wait on the host."""
         in_parts = not is_made_by_loop(base.change)
         chooser = CheckpointChooser(
-            base.operations, self._script.seconds, self._script.copy, in_parts=in_parts
+            base.operations,
+            self._script.seconds,
+            self._script.copy,
+            self._script.dispatch,
+            in_parts=in_parts,
         )
         bracket = CheckpointChoiceBracket(chooser, self._runs, base.run, self.step)
         return replace(base, bracket=bracket, offload=True)

@@ -28,6 +28,7 @@ from memfit.planning.carry_out_in_slices import is_made_by_loop
 from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
 from memfit.planning.choose_checkpointing import CheckpointChoice
 from memfit.planning.find_compiled_plan import CompiledPlanSearch
+from memfit.planning.host_limited_times import with_time_of_host
 from memfit.planning.mixed_integer_solver import INFINITY
 from memfit.planning.plan_search_base import (
     TOO_LATE,
@@ -89,6 +90,7 @@ def find_plan(
         raise TargetError(TOO_LATE) from None
     if isinstance(plain, ScriptEnd):
         raise TargetError(f"memfit cannot plan for the script: {why_run_failed(plain)}")
+    script = with_time_of_host(script, plain)
     compiled = plain.operations is not None and plain.operations.compiled
     if script.is_to_be_sharded(plain) and compiled:
         raise UsageError(

@@ -32,6 +32,9 @@ class PlannedScript:
     """GPUs, with a rank of the job on each."""
     run_ahead: RunAhead = lambda _: None
     """What a search lets runs be made with before it asks for them; the answer is the same."""
+    dispatch: float = 0.0
+    """Seconds that the host needs for an operation under a dispatch mode in Python, as where some results are
+    kept; 0 where it is ahead of the GPU anyway."""
 
     def is_to_be_sharded(self, plain: TrialResult) -> bool:
         """Return whether there are several GPUs, and the script as written trains on one."""

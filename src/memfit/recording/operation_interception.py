@@ -38,12 +38,17 @@ class OperationInterceptionMode(TorchDispatchMode):  # type: ignore[no-untyped-c
         run: called with an operation, its arguments and its keyword arguments; returns its results.
     """
 
+    intercepted = 0
+    """Operations that such modes have intercepted in this process, to record them: subclasses' apart, which
+    are part of what a step does."""
+
     def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
+        OperationInterceptionMode.intercepted += type(self) is OperationInterceptionMode
         if func in SAC_IGNORED_OPS:
             return func(*args, **(kwargs or {}))
         return self._run(func, args, kwargs or {})

@@ -30,6 +30,7 @@ from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.execution_trace import operation_of_node, read_execution_trace
 from memfit.recording.operation_of_call import layout_of_strides
+from memfit.recording.operation_interception import OperationInterceptionMode
 from memfit.recording.python_call_counter import PythonCallCounter
 from memfit.records import HostUnits, MarkKind, Operand, Operation, Phase, WholeStep
 
@@ -60,7 +61,7 @@ class WholeStepRecorder:
         self._replays = 0
         self._tf32 = False
         self._calls = PythonCallCounter()
-        self._nodes = 0
+        self._nodes = self._intercepted = 0
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook compiled graphs, as soon as the script imports the compiler, and follow its training steps."""
@@ -92,6 +93,7 @@ class WholeStepRecorder:
             self._observer.register_callback(name)
             self._observer.start()
         self._nodes = torch._C._autograd._get_sequence_nr()
+        self._intercepted = OperationInterceptionMode.intercepted
         self._calls = PythonCallCounter()
         self._calls.start()
         self._book.on_use = self._used
@@ -104,6 +106,7 @@ class WholeStepRecorder:
         self._book.on_use = None
         self._calls.stop()
         self._nodes = torch._C._autograd._get_sequence_nr() - self._nodes
+        self._intercepted = OperationInterceptionMode.intercepted - self._intercepted
         with _without_words_of_observer():
             observer.stop()
             observer.unregister_callback()
@@ -190,7 +193,7 @@ class WholeStepRecorder:
             updated_parameters=gradients,
             checkpointed_regions=regions,
             checkpointed_tensors=names["aten::detach"] if regions else 0,
-            watched_operations=names["PythonDispatchMode"],
+            watched_operations=max(names["PythonDispatchMode"] - self._intercepted, 0),
             launches=len(order) - calls,
             library_calls=calls,
         )

@@ -34,14 +34,19 @@ def step_time_of_trace(trace: Trace) -> StepTime | None:
         device = find_device(trace.device.name)
     except UnknownDeviceError:  # of a newer memfit's table
         return None
-    return step_time(trace.step, trace.labels, device, saved_host_times(trace.versions.get("torch", "")))
+    return step_time(trace.step, trace.labels, device, host_times_of_trace(trace))
+
+
+def host_times_of_trace(trace: Trace) -> HostTimes:
+    """Return what this machine's host takes with the run's PyTorch: as it was measured, or assumed."""
+    return saved_host_times(trace.versions.get("torch", "")) or ASSUMED_HOST_TIMES
 
 
 def step_time(
     step: WholeStep,
     labels: Sequence[EventLabel],
     device: Device,
-    host: HostTimes | None = None,
+    host: HostTimes = ASSUMED_HOST_TIMES,
     *,
     without_own: bool = False,
 ) -> StepTime | None:
@@ -51,12 +56,11 @@ def step_time(
         step: the operations.
         labels: of the trace: what ``step.labels`` refers to.
         device: the card.
-        host: what its host takes; None for assumed times.
+        host: what its host takes.
         without_own: pretend that nobody measured this card.
     """
     if step.replayed:  # the kernels of the script's own CUDA graphs are not among the operations
         return None
-    host = host or ASSUMED_HOST_TIMES
     kernels = KernelTimes(device, tf32=step.tf32, without_own=without_own)
     times = [kernels.of(operation) for operation in step.operations]
     queue = [
