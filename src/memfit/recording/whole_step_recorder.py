@@ -29,8 +29,8 @@ from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.execution_trace import operation_of_node, read_execution_trace
-from memfit.recording.operation_of_call import layout_of_strides
 from memfit.recording.operation_interception import OperationInterceptionMode
+from memfit.recording.operation_of_call import layout_of_strides
 from memfit.recording.python_call_counter import PythonCallCounter
 from memfit.records import HostUnits, MarkKind, Operand, Operation, Phase, WholeStep
 
