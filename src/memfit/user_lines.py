@@ -13,7 +13,8 @@ from traceback import walk_tb
 from types import FrameType
 
 GENERATED = re.compile(
-    r"<eval_with_key>.*|.*[/\\](?:torchinductor_[^/\\]*|compiled-graphs[/\\]inductor)[/\\].*", re.DOTALL
+    r"<eval_with_key>.*|.*[/\\](?:torchinductor_[^/\\]*|compiled-graphs[/\\]inductor[^/\\]*)[/\\].*",
+    re.DOTALL,
 )
 """Files that torch.compile writes: by default to the temporary folder, under memfit to memfit's cache."""
 

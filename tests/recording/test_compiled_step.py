@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.records import Change
+from memfit.records import Change, Operand
 from memfit.run.options import RunOptions
 from memfit.run.parent import checked_script_argv
 from memfit.trials.trial_run import trial_runner
@@ -65,7 +65,11 @@ def test_kernels_of_graphs_and_operations_beside_them_are_recorded(run):
     assert {operation.dtype for operation in step.forward if operation.flops} == {"float32"}
     assert names(step).count("aten.mse_loss.default") == 1
     assert names(step).count("aten.mse_loss_backward.default") == 1
-    assert not any(name.startswith(("aten.addmm", "aten.mm")) for name in names(step))  # those of graphs
+    first, *others = [each for each in step.forward if each.name.startswith(("aten.addmm", "aten.mm"))]
+    assert len(others) + 1 == PLAIN
+    assert [each.shape for each in first.operands] == [(32, 64), (64, 256)]  # the bias is added with the ReLU
+    assert [each.layout for each in first.operands] == ["", "transposed"]
+    assert first.results == (Operand((32, 256), "float32"),)
     plain = run(Change(), "as written, without recording")
     for peak in ("allocated_bytes.all.peak", "reserved_bytes.all.peak"):
         assert plain.trace.statistics[peak] == result.trace.statistics[peak]

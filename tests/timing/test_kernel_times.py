@@ -194,6 +194,15 @@ def test_a_causal_attention_takes_half_the_time():
     assert half / whole == pytest.approx(0.5, abs=0.03)
 
 
+def test_flexattention_is_a_causal_attention_a_little_slower_than_flashs():
+    times, sizes = KernelTimes(find_device("A100")), tensor(8, 16, 2048, 64, dtype="bfloat16")
+    flash = times.of(attention("flash", 8, 16, 2048, 64)).seconds
+    operands = sizes, sizes, sizes, tensor(8, 16, 2048)
+    assert 1.05 < times.of(operation("flex_attention", *operands, results=(sizes,))).seconds / flash < 1.2
+    backward = operation("flex_attention_backward", *operands, results=(sizes,))
+    assert 2 < times.of(backward).seconds / flash < 4
+
+
 def test_float32_attention_uses_tensor_cores_where_they_know_tf32():
     [old, new] = (
         KernelTimes(find_device(card)).of(attention("efficient", 4, 12, 1024, 64, dtype="float32")).seconds
@@ -236,6 +245,13 @@ def test_tensor_cores_are_slow_where_rows_are_not_aligned():
     assert odd == pytest.approx(padded, rel=0.01)
 
 
+def test_rows_of_a_part_begin_where_those_of_the_whole_do():
+    padded = tensor(16384, 50257, dtype="bfloat16", layout="strided")  # as Inductor pads logits
+    in_graph = replace(product(16384, 50257, 768), results=(padded,))
+    assert work_of(in_graph).alignment == 8
+    assert work_of(product(16384, 50257, 768)).alignment == 1
+
+
 def test_a_product_of_a_compiled_graph_takes_as_long_as_one_of_known_sizes():
     times = KernelTimes(find_device("A100"))
     flops = 2 * 8192**3
@@ -263,6 +279,19 @@ def test_a_card_that_trains_has_the_clock_that_its_power_limit_sustains():
     work = product(4096, 3072, 4096)
     cold = seconds_in_tables("H100-80GB", work, "product_16")
     assert KernelTimes(find_device("H100")).of(work).seconds > 1.05 * cold
+
+
+@pytest.mark.parametrize(
+    ("card", "sizes", "measured"),  # TFLOP/s; sources: [under_load] in kernel_times.toml
+    [
+        ("RTX 4090", (14336, 4096, 4096), 178.8),
+        ("RTX 3060", (16384, 16384, 16384), 27.0),
+        ("H100 PCIe", (6912, 16384, 2048), 499.5),
+    ],
+)
+def test_the_best_products_of_cards_whose_clock_under_load_is_known(card, sizes, measured):
+    seconds = KernelTimes(find_device(card)).of(product(*sizes)).seconds
+    assert 2 * math.prod(sizes) / seconds / 1e12 == pytest.approx(measured, rel=0.03)
 
 
 def test_what_the_kernel_before_left_in_the_cache_is_read_faster():

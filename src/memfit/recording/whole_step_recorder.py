@@ -23,15 +23,16 @@ import msgspec
 import torch
 from torch.profiler import ExecutionTraceObserver
 
-from memfit.ghost.compile.compiled_kernel_work import KERNELS
+from memfit.ghost.compile.compiled_kernel_work import KERNELS, KernelWork
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.patching.installed_hooks import InstalledHooks
 from memfit.patching.patches import Patch
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.execution_trace import operation_of_node, read_execution_trace
 from memfit.recording.operation_interception import OperationInterceptionMode
+from memfit.recording.operation_of_call import layout_of_strides
 from memfit.recording.python_call_counter import PythonCallCounter
-from memfit.records import HostUnits, MarkKind, Operation, Phase, WholeStep
+from memfit.records import HostUnits, MarkKind, Operand, Operation, Phase, WholeStep
 
 _GRAPH = Patch("torch._inductor.output_code:CompiledFxGraph", "__call__", why="record the kernels of a step")
 _MARK, _GRAPH_MARK = "memfit:", "memfit:graph:"
@@ -144,7 +145,7 @@ class WholeStepRecorder:
             thread = node.attribute("tid")
             if node.name.startswith(_GRAPH_MARK):
                 kernels = self._graphs[int(node.name.removeprefix(_GRAPH_MARK))]
-                found = [_kernel(*each) for each in kernels]
+                found = [_kernel(each) for each in kernels]
             elif node.name.startswith(_MARK):
                 label_of[thread] = int(node.name.removeprefix(_MARK))
                 continue
@@ -205,13 +206,19 @@ class WholeStepRecorder:
     def _run_graph(self, original: Callable[..., Any], graph: Any, inputs: Any) -> Any:
         if self._observer is None:
             return original(graph, inputs)
-        self._graphs.append(getattr(graph, KERNELS))
+        self._graphs.append(getattr(graph, KERNELS, None))  # None: from a cache of the script's own
         with _node(f"{_GRAPH_MARK}{len(self._graphs) - 1}"):
             return original(graph, inputs)
 
 
-def _kernel(name: str, flops: int, moved: int, dtype: str) -> Operation:
-    return Operation(name, -1, -1, (), (), (), flops, moved, dtype, False, 0.0, 0, launches=1)
+def _kernel(work: KernelWork) -> Operation:
+    name, flops, moved, dtype, *tensors, is_causal = work
+    fields = name, -1, -1, (), (), (), flops, moved, dtype, False, 0.0, 0
+    operands, results = (
+        tuple(Operand(shape, own, layout_of_strides(shape, strides)) for shape, strides, own in some)
+        for some in tensors
+    )
+    return Operation(*fields, operands=operands, results=results, is_causal=is_causal, launches=1)
 
 
 @contextmanager

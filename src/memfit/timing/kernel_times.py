@@ -165,7 +165,15 @@ def find_coefficients(kind: str, device: Device, *, without_own: bool = False) -
     if near is None:
         raise LookupError(f"No card has coefficients of {kind!r} in kernel_times.toml: add `like`.")
     spread, long = table["relative"]
-    return CardFit(cards[near], spread, long, Basis.RELATIVE)
+    return CardFit(_under_load(cards[near], device, kind), spread, long, Basis.RELATIVE)
+
+
+def _under_load(values: Coefficients, device: Device, kind: str) -> Coefficients:
+    """Return a relative's coefficients, with the clock of tensor cores if the table knows the card's own."""
+    known = kernel_table()["under_load"].get(device.name)
+    if known is None or not kind.endswith("_16"):
+        return values
+    return {**values, "arithmetic": values["arithmetic"] * known["boost"], "sustained": known["sustained"]}
 
 
 def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | None:
@@ -182,7 +190,7 @@ def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | 
     preferred = next((name for name in kernel_table()["prefer"].get(device.name, ()) if name in names), None)
     if preferred is not None:
         return str(preferred)
-    attention = kind.startswith(("flash", "efficient", "cudnn"))
+    attention = kind.startswith(("flash", "efficient", "cudnn", "flex"))
 
     def distance(name: str) -> tuple[float, ...]:
         other = measured_device(name)

@@ -106,7 +106,9 @@ def _matrix_work(base: str, operation: Operation, plain: KernelWork) -> KernelWo
     else:
         return None
     matrices = (*operation.operands[-2:], *operation.results) if base != "linear" else operation.operands[:2]
-    rows = [each.shape[-2 if each.layout == "transposed" else -1] for each in matrices]  # in memory
+    rows = [  # in memory; of a part, or one that Inductor padded, they begin where the whole's do
+        each.shape[-2 if each.layout == "transposed" else -1] for each in matrices if each.layout != "strided"
+    ]
     return replace(
         plain,
         kind="product",
@@ -118,14 +120,15 @@ def _matrix_work(base: str, operation: Operation, plain: KernelWork) -> KernelWo
 
 def _attention_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork | None:
     """An attention: (batch, heads, sequence, width), or (batch, sequence, heads, width)."""
-    kernel = next((kernel for part, kernel in _ATTENTIONS.items() if part in base), None)
+    kernel = next((kernel for kernel in _ATTENTIONS if kernel in base), None)
     if kernel is None or "attention" not in base:
         return None
     backward = "backward" in base
-    queries, keys = (each.shape for each in operation.operands[backward : backward + 2])
+    first = backward and kernel != "flex"  # the gradient comes before the queries
+    queries, keys = (each.shape for each in operation.operands[first : first + 2])
     if len(queries) != _BATCHED:
         return replace(plain, kind="product")  # sequences of several lengths, behind each other
-    if base.startswith("_scaled"):
+    if base.startswith(("_scaled", "flex")):
         sizes = (queries[0] * queries[1], queries[2], keys[2], queries[3])
     else:
         sizes = (queries[0] * queries[2], queries[1], keys[1], queries[3])
@@ -136,7 +139,7 @@ def _attention_work(base: str, operation: Operation, plain: KernelWork) -> Kerne
         dtype="float32 by tf32" if plain.dtype == "float32" else plain.dtype,
         flops=2 * (5 if backward else 2) * math.prod(sizes),
         attention=sizes,
-        causal=operation.is_causal,
+        causal=operation.is_causal or kernel == "flex",  # what its mask leaves out is not known: assumed
     )
 
 
@@ -282,7 +285,7 @@ _OF_SEVERAL_KERNELS = (
     *("pack_padded", "grid_sampler", "upsample", "ctc_loss", "cdist", "histc", "bincount"),
 )
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_int_mm", "_addmm_activation"}
-_ATTENTIONS = {"flash": "flash", "efficient": "efficient", "cudnn": "cudnn"}
+_ATTENTIONS = ("flash", "efficient", "cudnn", "flex")
 _KIND = {
     "_softmax": "softmax",
     "_log_softmax": "softmax",

@@ -1,9 +1,10 @@
-"""Keep with each graph that Inductor compiles how much work its kernels do.
+"""Keep with each graph that Inductor compiles what its kernels work on.
 
 Inductor's scheduler knows that only until it has written the code, and a graph from the cache was never
 scheduled. So it is kept in the graph itself, in plain tuples, and goes into memfit's cache with it.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,10 +14,15 @@ from memfit.patching.patches import Patch
 
 _GRAPH = Patch("torch._inductor.output_code:CompiledFxGraph", "__init__", why="keep the work of its kernels")
 
-KERNELS = "memfit_kernels"
-"""Attribute of a ``CompiledFxGraph``: name, floating-point operations, bytes moved, and the
-dtype of the products, of each kernel."""
-KernelWork = tuple[str, int, int, str]
+KERNELS = "memfit_kernel_work"
+"""Attribute of a ``CompiledFxGraph``: of each kernel, ``KernelWork``."""
+PlainTensor = tuple[tuple[int, ...], tuple[int, ...], str]
+"""Sizes, strides, and the dtype."""
+KernelWork = tuple[str, int, int, str, tuple[PlainTensor, ...], tuple[PlainTensor, ...], bool]
+"""Name, floating-point operations, bytes moved, and the dtype of the products. Of a kernel of a library, the
+name is the operation's, ``aten.mm.default``, and there are its operands, its results, and whether it is a
+causal attention; what Inductor wrote has none."""
+_MOVED = 2
 
 
 def keep_kernel_work_in_graphs() -> None:
@@ -36,26 +42,69 @@ def _kernels(graph: Any) -> tuple[KernelWork, ...]:
     from torch._inductor.virtualized import V
 
     with V.set_graph_handler(graph):
-        return tuple(_work(node) for node in graph.scheduler.nodes)
+        found = [_work(node) for node in graph.scheduler.nodes]
+    return tuple(
+        work for work in found if work[_MOVED]
+    )  # others launch nothing: they name a kernel's results
 
 
 def _work(node: Any) -> KernelWork:
     """Return the work of one of the scheduler's nodes: a kernel that Inductor wrote, or one of a library."""
     moved = int(node.get_read_write_buffers_sizes())
-    origins: list[Any] = []
-    if moved and (node.is_extern() or node.is_template()):  # others do no products
-        origins = [
-            origin for part in node.get_nodes() if part.node is not None for origin in part.node.origins
-        ]
-    flops, dtype = _products(origins)
-    return node.get_name(), flops, moved, dtype
+    written = node.get_name(), 0, moved, "", (), (), False
+    if not moved or not (node.is_extern() or node.is_template()):  # others do no products
+        return written
+    kernel = node.get_template_node() if node.is_template() else node.node
+    origin = _origin(kernel)
+    if origin is None:  # a kernel of the user's, in Triton
+        return written
+    operands = tuple(_tensors(kernel.inputs))
+    results = tuple(_tensors([kernel])) or tuple(_tensors(origin.meta.get("val")))
+    dtype = (results or operands or (written[:4],))[0][-1]
+    return str(origin.target), _flops(origin), moved, dtype, operands, results, _is_causal(origin)
 
 
-def _products(origins: list[Any]) -> tuple[int, str]:
-    """Return the floating-point operations of the products among some operations, and their dtype."""
-    from torch._inductor.fx_utils import count_flops_fx, countable_fx
+def _origin(kernel: Any) -> Any:
+    """Return the operation that a kernel computes; None if it is not one of PyTorch's."""
+    from torch._inductor.fx_utils import countable_fx
 
-    found = [origin for origin in origins if countable_fx(origin)]
-    results = [each for origin in found for each in tree_leaves(origin.meta.get("val"))]
-    dtypes = [str(each.dtype).removeprefix("torch.") for each in results if isinstance(each, torch.Tensor)]
-    return int(sum(count_flops_fx(origin) or 0 for origin in found)), dtypes[0] if dtypes else ""
+    called = getattr(kernel, "op_overload", None)
+    found = [each for each in kernel.origins if each.target is called or countable_fx(each)]
+    return found[0] if found else None
+
+
+def _flops(origin: Any) -> int:
+    from torch._inductor.fx_utils import count_flops_fx
+
+    return int(count_flops_fx(origin) or 0)
+
+
+def _is_causal(origin: Any) -> bool:
+    """Return whether an operation is an attention to earlier positions only."""
+    schema = getattr(origin.target, "_schema", None)
+    arguments = [each.name for each in schema.arguments] if schema is not None else []
+    given = dict(zip(arguments, origin.args, strict=False)) | origin.kwargs
+    return given.get("is_causal") is True
+
+
+def _tensors(nested: Any) -> Iterator[PlainTensor]:
+    """Yield the tensors among Inductor's nodes, or among what PyTorch's operations return."""
+    for each in tree_leaves(nested):
+        if isinstance(each, torch.Tensor):
+            yield _plain(each.shape), _plain(each.stride()), str(each.dtype).removeprefix("torch.")
+        elif (size := _of(each, "size")) is not None and (stride := _of(each, "stride")) is not None:
+            yield _plain(size), _plain(stride), str(each.get_dtype()).removeprefix("torch.")
+
+
+def _of(node: Any, what: str) -> Any:
+    """Return what a node has of a tensor; None if it is none, or several."""
+    return getattr(node, f"maybe_get_{what}", lambda: None)()
+
+
+def _plain(sizes: Iterable[Any]) -> tuple[int, ...]:
+    """Return sizes as numbers: of those that may change, as they were when the graph was compiled."""
+    from torch._inductor.virtualized import V
+
+    known: Any = V.graph.sizevars
+    number = known.optimization_hint if hasattr(known, "optimization_hint") else known.size_hint  # until 2.11
+    return tuple(int(number(each.node.expr if isinstance(each, torch.SymInt) else each)) for each in sizes)

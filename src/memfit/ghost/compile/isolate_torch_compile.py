@@ -36,6 +36,8 @@ from memfit.patching.after_import import call_after_import
 from memfit.patching.patches import Patch, call_before, wrapped
 from memfit.records import Provenance
 
+_INDUCTOR = "inductor-2"
+"""The folder of its cache: another one whenever ``compiled_kernel_work.py`` keeps something else."""
 _TIE_MS = 1000.0
 """The duration of every candidate: longer than any timing loop, so that each runs only a few times."""
 
@@ -137,7 +139,7 @@ class _CompilerPatches:
         compiled_kernel_work.keep_kernel_work_in_graphs()
 
     def _set_environment(self, *_args: object, **_options: object) -> None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._folder / "inductor")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._folder / _INDUCTOR)
         os.environ["TRITON_CACHE_DIR"] = str(self._folder / "triton")
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         os.environ.update(dict.fromkeys(_OFF, "0"))

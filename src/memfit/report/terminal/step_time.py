@@ -17,6 +17,7 @@ KINDS = {
     "efficient": "attention",
     "flash": "attention",
     "cudnn": "attention",
+    "flex": "attention",
     "scatter": "indexing",
     "gather": "indexing",
     "transpose": "copies",
