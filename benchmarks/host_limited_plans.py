@@ -1,10 +1,10 @@
-"""Compare, on the CPU, plans of a network whose host limits the step: what memfit chooses, and what it does not.
+"""Compare, on the CPU, plans of a network whose host limits the step: the chosen one, and others.
 
     python benchmarks/host_limited_plans.py
 
 24 blocks of width 32 at batch 1: arithmetic is nothing. Interleaved rounds on one thread, processor time. The
-plans are those that `memfit plan --bitwise` weighs for such a script: whole modules, single operations kept, and
-tensors recomputed one by one.
+plans are those that `memfit plan --bitwise` weighs for such a script: whole modules, single operations kept,
+and tensors recomputed one by one.
 """
 
 import statistics

@@ -44,6 +44,7 @@ BENCHMARKS = (
     Benchmark("foreign_plans", 60, "scripts of others under plans: verified, and trained", "their clones"),
     Benchmark("fit_kernel_times", 8, "coefficients of kernels' times, fitted again", "public tables"),
     Benchmark("forked_runs", 15, "runs that share the script's start against whole runs: traces, time"),
+    Benchmark("host_limited_plans", 1, "plans where the host limits a step, on the CPU: processor time"),
     Benchmark("host_times", 5, "the host's time for training steps, as counted and as measured"),
     Benchmark("html_speed", 1, "the HTML report in a browser: time to draw and to answer", "Chromium"),
     Benchmark("library_scripts", 10, "scripts in the idiom of twelve libraries: every row of the report"),
