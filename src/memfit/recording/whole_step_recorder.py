@@ -31,7 +31,6 @@ from memfit.recording.event_labels import LabelBook
 from memfit.recording.execution_trace import operation_of_node, read_execution_trace
 from memfit.recording.operation_interception import OperationInterceptionMode
 from memfit.recording.operation_of_call import layout_of_strides
-from memfit.recording.python_call_counter import PythonCallCounter
 from memfit.records import HostUnits, MarkKind, Operand, Operation, Phase, WholeStep
 
 _GRAPH = Patch("torch._inductor.output_code:CompiledFxGraph", "__call__", why="record the kernels of a step")
@@ -41,6 +40,9 @@ _OF_LIBRARIES = tuple(
     f"aten.{name}"
     for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "cudnn", "_cudnn", "linear", "miopen")
 )
+_CALLS_OF_OPERATION, _CALLS_OF_MODULE = 2.5, 4.3
+"""Calls of Python functions for an operation and a module of a forward. Counted in the networks of
+benchmarks/host_times.py: 18 % off in the median. To count them in each run takes longer than the step."""
 _STANDARD_ERROR = 2
 
 
@@ -60,7 +62,6 @@ class WholeStepRecorder:
         self._graphs: list[Any] = []
         self._replays = 0
         self._tf32 = False
-        self._calls = PythonCallCounter()
         self._nodes = self._intercepted = 0
 
     def install(self, hooks: InstalledHooks) -> None:
@@ -94,8 +95,6 @@ class WholeStepRecorder:
             self._observer.start()
         self._nodes = torch._C._autograd._get_sequence_nr()
         self._intercepted = OperationInterceptionMode.intercepted
-        self._calls = PythonCallCounter()
-        self._calls.start()
         self._book.on_use = self._used
         self._used(self._book.current())
 
@@ -104,7 +103,6 @@ class WholeStepRecorder:
         if observer is None:
             return
         self._book.on_use = None
-        self._calls.stop()
         self._nodes = torch._C._autograd._get_sequence_nr() - self._nodes
         self._intercepted = OperationInterceptionMode.intercepted - self._intercepted
         with _without_words_of_observer():
@@ -140,6 +138,7 @@ class WholeStepRecorder:
         order: list[int] = []
         labels: list[int] = []
         label_of: dict[int, int] = {}  # by thread
+        marks = 0  # two for each module: where it begins, and where it ends
         nodes, names = read_execution_trace(file, _MARK)
         for node in nodes:
             thread = node.attribute("tid")
@@ -148,6 +147,7 @@ class WholeStepRecorder:
                 found = [_kernel(each) for each in kernels]
             elif node.name.startswith(_MARK):
                 label_of[thread] = int(node.name.removeprefix(_MARK))
+                marks += self._book.labels[label_of[thread]].phase in (Phase.FORWARD, Phase.RECOMPUTE)
                 continue
             else:
                 found = [operation_of_node(node)]
@@ -160,7 +160,7 @@ class WholeStepRecorder:
             tuple(number),
             tuple(order),
             tuple(labels),
-            self._host(names, tuple(number), order, labels),
+            self._host(names, tuple(number), order, labels, marks // 2),
             self._tf32,
             compiled=bool(self._graphs),
             replayed=self._replays > 0,
@@ -172,6 +172,7 @@ class WholeStepRecorder:
         operations: Sequence[Operation],
         order: Sequence[int],
         labels: Sequence[int],
+        modules: int,
     ) -> HostUnits:
         """Return what the host did.
 
@@ -183,10 +184,11 @@ class WholeStepRecorder:
         regions = sum(
             here is Phase.RECOMPUTE and before is not Phase.RECOMPUTE for before, here in pairwise(phases)
         )
+        called = sum(phase in (Phase.FORWARD, Phase.RECOMPUTE) for phase in phases)
         calls = sum(operations[at].name.startswith(_OF_LIBRARIES) for at in order)
         gradients = names[_GRADIENT]
         return HostUnits(
-            python_calls=self._calls.calls,
+            python_calls=_CALLS_OF_OPERATION * called + _CALLS_OF_MODULE * modules,
             operations=len(order),
             autograd_nodes=self._nodes + again,
             gradients=gradients,
