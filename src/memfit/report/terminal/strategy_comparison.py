@@ -99,9 +99,10 @@ def _table(result: StrategyComparison) -> Table:
 
 def step_time_in_words(run: ComparedRun) -> str:
     """Return the time of a row, or that it is not known."""
-    if run.time is None or run.step_time is None:
+    if run.time is None:
         return _UNKNOWN
-    return f"{format_seconds(run.step_time.seconds)} {run.time:.2f}x"
+    seconds = "" if run.step_time is None else f"{format_seconds(run.step_time.seconds)} "
+    return f"{seconds}{run.time:.2f}x"
 
 
 def instructions_of_comparison(result: StrategyComparison) -> Iterator[str]:
