@@ -201,9 +201,15 @@ def _waits(name: str, node: TraceNode) -> bool:
     return comes and goes and not late
 
 
-def _is_causal(schema: str, node: TraceNode) -> bool:
+def _arguments(schema: str) -> tuple[list[str], int]:
+    """Return the names of an operation's arguments, and how many of them may be given by position."""
     arguments = schema.partition("(")[2].partition(") ->")[0].split(", ")
     names = [each.split(" ")[-1].partition("=")[0] for each in arguments if each != "*"]
+    return names, arguments.index("*") if "*" in arguments else len(names)
+
+
+def _is_causal(schema: str, node: TraceNode) -> bool:
+    names, _ = _arguments(schema)
     place = names.index("is_causal") if "is_causal" in names else -1
     return 0 <= place < len(node.inputs.values) and node.inputs.values[place] is True
 
@@ -223,7 +229,11 @@ def _flops(name: str, node: TraceNode) -> int:
         _shape_or_value(each, shape)
         for each, shape in zip(node.outputs.values, node.outputs.shapes, strict=True)
     ]
-    return int(formula(*given, out_val=results[0] if len(results) == 1 else tuple(results)))
+    names, positional = _arguments(str(node.attribute("op_schema")))
+    options = dict(zip(names[positional:], given[positional:], strict=False))
+    return int(
+        formula(*given[:positional], **options, out_val=results[0] if len(results) == 1 else tuple(results))
+    )
 
 
 def _shape_or_value(value: Any, shape: Any) -> Any:
