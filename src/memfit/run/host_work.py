@@ -55,7 +55,7 @@ def count_host_work(run: Callable[[], Any]) -> tuple[HostUnits, int]:
             is_view.append(operation.is_view)
         return result
 
-    calls, before = PythonCallCounter(without=None), torch._C._autograd._get_sequence_nr()
+    calls, before = PythonCallCounter(), torch._C._autograd._get_sequence_nr()
     calls.start()
     run()
     calls.stop()
