@@ -310,6 +310,7 @@ class Recorder:
             tensors=tensors,
             unpinned=self._owners.host.peak,
             step=self._step.step() if self._step else None,
+            step_fault=self._step.fault if self._step else "",
         )
 
     def _mark_workspaces(self, events: Events, serials: npt.NDArray[np.int32]) -> bool:
