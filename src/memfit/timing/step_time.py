@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from memfit.devices import Device, find_device
 from memfit.errors import UnknownDeviceError
@@ -27,15 +28,38 @@ _COMMON = 0.08
 """Spread of whole steps beside that of their kernels: temperature, versions of libraries. Assumed."""
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """A step, operation by operation."""
+
+    times: tuple[KernelTime, ...]
+    """Of each operation of the record."""
+    queue: tuple[QueuedWork, ...]
+    """Of each that ran, in the host's order."""
+    timeline: StepTimeline
+
+
 def step_time_of_trace(trace: Trace) -> StepTime | None:
     """Return how long a training step of a run takes on the device of the run; None if that is not known."""
-    if trace.step is None:
-        return None
-    try:
-        device = find_device(trace.device.name)
-    except UnknownDeviceError:  # of a newer memfit's table
+    device = _device_of(trace)
+    if trace.step is None or device is None:
         return None
     return step_time(trace.step, trace.labels, device, host_times_of_trace(trace))
+
+
+def simulated_step_of_trace(trace: Trace) -> SimulatedStep | None:
+    """Return what each operation of a run's step takes, where ``step_time_of_trace`` returns a time."""
+    device = _device_of(trace)
+    if trace.step is None or device is None or trace.step.replayed:
+        return None
+    return simulated_step(trace.step, trace.labels, device, host_times_of_trace(trace))
+
+
+def _device_of(trace: Trace) -> Device | None:
+    try:
+        return find_device(trace.device.name)
+    except UnknownDeviceError:  # of a newer memfit's table
+        return None
 
 
 def why_step_time_is_unknown(trace: Trace) -> str:
@@ -75,18 +99,8 @@ def step_time(
     """
     if step.replayed:  # the kernels of the script's own CUDA graphs are not among the operations
         return None
-    kernels = KernelTimes(device, tf32=step.tf32, without_own=without_own)
-    times = [kernels.of(operation) for operation in step.operations]
-    queue = [
-        QueuedWork(
-            issue,
-            times[number].seconds,
-            step.operations[number].stream,
-            step.operations[number].waits,
-        )
-        for number, issue in zip(step.order, seconds_to_issue(step, labels, host), strict=True)
-    ]
-    timeline = step_timeline(queue)
+    simulated = simulated_step(step, labels, device, host, without_own=without_own)
+    times, timeline = simulated.times, simulated.timeline
     if not timeline.seconds:
         return None
     busiest = max(timeline.busy.values(), default=0.0)
@@ -115,6 +129,29 @@ def step_time(
         samples=samples,
         tokens=tokens,
     )
+
+
+def simulated_step(
+    step: WholeStep,
+    labels: Sequence[EventLabel],
+    device: Device,
+    host: HostTimes,
+    *,
+    without_own: bool = False,
+) -> SimulatedStep:
+    """Return what each operation of a step takes, and when; the arguments are those of ``step_time``."""
+    kernels = KernelTimes(device, tf32=step.tf32, without_own=without_own)
+    times = tuple(kernels.of(operation) for operation in step.operations)
+    queue = tuple(
+        QueuedWork(
+            issue,
+            times[number].seconds,
+            step.operations[number].stream,
+            step.operations[number].waits,
+        )
+        for number, issue in zip(step.order, seconds_to_issue(step, labels, host), strict=True)
+    )
+    return SimulatedStep(times, queue, step_timeline(queue))
 
 
 def seconds_to_issue(step: WholeStep, labels: Sequence[EventLabel], host: HostTimes) -> Iterator[float]:
