@@ -53,8 +53,9 @@ void stream_join_capture(void *handle, uint64_t capture)
         stream->capture = capture;
 }
 
-void note_captured_node(const void *stream)
+void note_stream_work(const void *stream)
 {
+    mark_stream(stream);
     uint64_t id = any_capture() ? stream_capture(stream) : 0;
     if (id == 0)
         return;

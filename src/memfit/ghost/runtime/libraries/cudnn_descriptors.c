@@ -36,7 +36,7 @@ struct dnn_handle {
 };
 
 HANDLE(cudnnCreate, cudnnDestroy, struct dnn_handle)
-ENTRY(cudnnSetStream(struct dnn_handle *handle, void *stream), handle->stream = stream)
+ENTRY(cudnnSetStream(struct dnn_handle *handle, void *stream), mark_stream(handle->stream = stream))
 ENTRY(cudnnGetStream(struct dnn_handle *handle, void **stream), *stream = handle->stream)
 
 /* ---- Descriptors that are never read --------------------------------------------------------- */
