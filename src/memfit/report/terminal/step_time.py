@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from memfit.records import StepTime
+from memfit.records import DryRun, StepTime
 from memfit.report.escape_control_characters import escaped
 from memfit.units import format_seconds
 
@@ -27,9 +27,12 @@ KINDS = {
 """What kinds of kernels are called, backward included, where their names do not say it."""
 
 
-def step_time_lines(time: StepTime | None) -> Iterator[str]:
-    """Yield how long a step takes and what takes it; nothing if that is not known."""
-    if time is None or not time.seconds:
+def step_time_lines(result: DryRun) -> Iterator[str]:
+    """Yield how long a step takes and what takes it, or why that is not known."""
+    time = result.step_time
+    if result.step_time_unknown:
+        yield f"No time of a step: {escaped(result.step_time_unknown)}."
+    if time is None:
         return
     between = f"{format_seconds(time.low)} to {format_seconds(time.high)}"
     about = f"about {format_seconds(time.seconds)} ({between})"
