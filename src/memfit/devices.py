@@ -65,6 +65,8 @@ class Device:
     """The dtypes with matrix units: none on a GTX 1660, not bf16 on a T4."""
     host_bandwidth: int
     """Bytes/s between host and device, one direction."""
+    peer_bandwidth: int
+    """The same to all other cards of a machine together: over NVLink, or else over the link to the host."""
     nvml_total_bytes: int | None
     """The total that nvidia-smi and NVML report; None for a slice of a card. What it exceeds ``total_bytes``
     by, the driver reserves."""
@@ -83,6 +85,15 @@ class Device:
         479
         """
         return None if self.nvml_total_bytes is None else self.nvml_total_bytes - self.total_bytes
+
+    @property
+    def has_nvlink(self) -> bool:
+        """Whether cards reach each other over NVLink, in the machines that are made for them.
+
+        >>> find_device("H100").has_nvlink, find_device("H100 PCIe").has_nvlink
+        (True, False)
+        """
+        return self.peer_bandwidth != self.host_bandwidth
 
     @property
     def context_spread(self) -> float:
@@ -323,6 +334,7 @@ def _read(name: str, row: Mapping[str, Any]) -> Device:
         },
         tensor_cores=tensor_cores,
         host_bandwidth=_table()["link"][row["link"]],
+        peer_bandwidth=row.get("nvlink", _table()["link"][row["link"]]),
         context_bytes=context,
         sources={figure: _source(key, row, figure) for figure, key in keys.items()}
         | {"context_bytes": context_source},
