@@ -155,7 +155,7 @@ def fit_kind(kind: str, cards: dict[str, list[Row]]) -> tuple[dict[str, dict[str
 
 
 def is_linked_alike(one: str, other: str) -> bool:
-    """Return whether both cards have NVLink, or neither: a machine's links say nothing about the other sort."""
+    """Return whether both cards have NVLink, or neither: one sort of link says nothing about the other."""
     return measured_device(one).has_nvlink == measured_device(other).has_nvlink
 
 

@@ -224,7 +224,9 @@ class GhostRuntime:
             torch_cpu: PyTorch's library, whose functions leave the marks; None: leave no more.
         """
         functions = (
-            ctypes.cast(getattr(torch_cpu, f"aoti_record_function_{name}"), ctypes.c_void_p) if torch_cpu else None
+            ctypes.cast(getattr(torch_cpu, f"aoti_record_function_{name}"), ctypes.c_void_p)
+            if torch_cpu
+            else None
             for name in ("start", "end")
         )
         self._library.ghost_mark_streams(*functions)

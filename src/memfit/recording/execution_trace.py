@@ -84,8 +84,8 @@ def read_execution_trace(file: Path, marks: str, inner: str) -> tuple[list[Trace
         inner: what the names of those begin with that count wherever they are.
 
     Returns:
-        The operations and the marks, in order, an operation after the marks inside of it; and how many nodes of
-        each name there are in all.
+        The operations and the marks, in order, an operation after the marks inside of it; and how many nodes
+        of each name there are in all.
     """
     nodes = msgspec.json.decode(file.read_bytes(), type=_ExecutionTrace).nodes
     inside: defaultdict[int, list[TraceNode]] = defaultdict(list)

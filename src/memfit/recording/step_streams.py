@@ -1,4 +1,4 @@
-"""On which streams a step's work ran, and what it waited for, from the marks that the ghost leaves in its trace.
+"""On which streams a step's work ran, and what it waited for, from the ghost's marks in its trace.
 
     memfit:gpu:stream:S                 the calling thread's work is on stream S from here on
     memfit:gpu:record:E:S               event E: all that stream S has been given

@@ -4,8 +4,8 @@
                                                                   ├─ the shorter, as NCCL chooses its protocol
     large messages    a longer start, and all of the bandwidth    ┘
 
-The bytes are those that an algorithm must send over each card's link, so that one bandwidth suits all numbers of
-ranks. All ranks are on one machine.
+The bytes are those that an algorithm must send over each card's link, so that one bandwidth suits all numbers
+of ranks. All ranks are on one machine.
 """
 
 import math
@@ -15,7 +15,16 @@ from memfit.devices import Device
 from memfit.records.step_operations import Operand, Operation
 
 NAMESPACE = "nccl."
-_BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2}
+_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "uint64": 8,
+    "float32": 4,
+    "int32": 4,
+    "uint32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+}
 _SHARPNESS = 3.0
 """Of the change from one protocol to the other: NCCL has a third between them."""
 _MEASURED = 8
@@ -43,7 +52,7 @@ def link_bytes(operation: Operation) -> float:
 
 
 def kind_of_collective(operation: Operation) -> str:
-    """Return the key of a collective in ``kernel_times.toml``; those without a table of their own are like others.
+    """Return the key of a collective in ``kernel_times.toml``; those without a table are like others.
 
     >>> fields = "nccl.broadcast", -1, -1, (), (), (), 0, 0, "float32", False, 0.0, 0
     >>> kind_of_collective(Operation(*fields, ranks=8))
@@ -57,8 +66,8 @@ def collective_seconds(sent: float, ranks: int, device: Device, fit: Mapping[str
     """Return the seconds of a collective.
 
     ``floor`` and ``hop`` are the start of the protocol for small messages, with two ranks and for each more;
-    ``start`` is what that for large ones takes besides; ``small`` is the share of its bandwidth that the first
-    has. ``bandwidth`` is the share of the link's that two ranks get, and ``bandwidth_8`` eight.
+    ``start`` is what that for large ones takes besides; ``small`` is the share of its bandwidth that the
+    first has. ``bandwidth`` is the share of the link's that two ranks get, and ``bandwidth_8`` eight.
 
     Args:
         sent: bytes over the link of each rank.
@@ -73,7 +82,7 @@ def collective_seconds(sent: float, ranks: int, device: Device, fit: Mapping[str
     if not at_full_rate:
         return begins
     both = at_full_rate / fit["small"], fit["start"] + at_full_rate
-    return begins + sum(each**-_SHARPNESS for each in both) ** (-1 / _SHARPNESS)
+    return begins + float(sum(each**-_SHARPNESS for each in both) ** (-1 / _SHARPNESS))
 
 
 def why_time_is_unknown(operations: Sequence[Operation], machine: int) -> str:
@@ -84,7 +93,10 @@ def why_time_is_unknown(operations: Sequence[Operation], machine: int) -> str:
         machine: how many ranks are on one machine.
     """
     known: tuple[tuple[Callable[[Operation], bool], str], ...] = (
-        (lambda each: each.ranks > machine, "its ranks are on several machines, whose network memfit does not know"),
+        (
+            lambda each: each.ranks > machine,
+            "its ranks are on several machines, whose network memfit does not know",
+        ),
         (
             lambda each: each.name == "nccl.send_recv" and not (each.operands and each.results),
             "a rank waits for what others compute before they send it, as in a pipeline",

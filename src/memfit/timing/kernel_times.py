@@ -92,7 +92,14 @@ class KernelTimes:
     def of(self, operation: Operation) -> KernelTime:
         """Return the time of an operation; of a view, and of what launches nothing, 0."""
         sizes = operation.operands, operation.results, operation.flops, operation.moved
-        key = operation.name, operation.dtype, operation.is_causal, operation.launches, operation.ranks, *sizes
+        key = (
+            operation.name,
+            operation.dtype,
+            operation.is_causal,
+            operation.launches,
+            operation.ranks,
+            *sizes,
+        )
         if key not in self._times:
             self._times[key] = NOTHING if issues_nothing(operation) else self._time(operation)
         return self._times[key]
@@ -182,10 +189,10 @@ def _under_load(values: Coefficients, device: Device, kind: str) -> Coefficients
 def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | None:
     """Return which of some measured cards is most like a card; None if there are none.
 
-    What the table prefers comes first; for collectives, the same sort of link; then the same compute capability.
-    Attention is next like that of cards
-    with the same instructions for matrices, everything like that of cards with the same sort of memory; then
-    the next capability counts, the next rate, and the next bandwidth.
+    What the table prefers comes first, for collectives the same sort of link, then the same compute
+    capability. Attention is next like that of cards with the same instructions for matrices, everything like
+    that of cards with the same sort of memory; then the next capability counts, the next rate, and the next
+    bandwidth.
 
     >>> from memfit.devices import find_device
     >>> nearest_relative(find_device("RTX 4090"), ["A100-80GB", "L40S", "T4"])
