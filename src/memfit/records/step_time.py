@@ -60,6 +60,16 @@ class StepTime:
     """None if the step has no collectives, as on one GPU. With several, all figures are of one rank."""
 
     @property
+    def samples_per_second(self) -> float:
+        """Samples that it trains on in a second; 0 if that is not known."""
+        return self.samples / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The same of tokens."""
+        return self.tokens / self.seconds
+
+    @property
     def is_bound_by_host(self) -> bool:
         """Whether the GPU waits for the host more than a tenth of the time."""
         exposed = self.communication.exposed if self.communication else 0.0

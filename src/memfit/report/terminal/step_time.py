@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from memfit.records import CommunicationTime, DryRun, StepTime
+from memfit.records import CommunicationTime, StepTime
 from memfit.report.escape_control_characters import escaped
 from memfit.units import format_seconds
 
@@ -29,16 +29,21 @@ KINDS = {
 """What kinds of kernels are called, backward included, where their names do not say it."""
 
 
-def step_time_lines(result: DryRun) -> Iterator[str]:
-    """Yield how long a step takes and what takes it, or why that is not known."""
-    time = result.step_time
-    if result.step_time_unknown:
-        yield f"No time of a step: {escaped(result.step_time_unknown)}."
+def step_time_lines(time: StepTime | None, unknown: str = "", step: str = "A step") -> Iterator[str]:
+    """Yield how long a step takes and what takes it, or why that is not known.
+
+    Args:
+        time: of the step.
+        unknown: why there is none, as a clause.
+        step: which one, as the beginning of a sentence.
+    """
+    if unknown:
+        yield f"No time of a step: {escaped(unknown)}."
     if time is None:
         return
     between = f"{format_seconds(time.low)} to {format_seconds(time.high)}"
     about = f"about {format_seconds(time.seconds)} ({between})"
-    yield f"A step takes {about} on an {escaped(time.card)}{_rate(time)}."
+    yield f"{step} takes {about} on an {escaped(time.card)}{_rate(time)}."
     if time.is_bound_by_host:
         busy = time.gpu_seconds / time.seconds
         yield f"  The host limits it: the GPU is busy for {busy:.0%} of the time ({time.host_basis})."
@@ -67,7 +72,5 @@ def _communication(time: StepTime, shared: CommunicationTime) -> str:
 
 
 def _rate(time: StepTime) -> str:
-    amounts = {"tokens": time.tokens, "samples": time.samples}
-    return next(
-        (f": {amount / time.seconds:,.0f} {what}/s" for what, amount in amounts.items() if amount), ""
-    )
+    rates = {"tokens": time.tokens_per_second, "samples": time.samples_per_second}
+    return next((f": {rate:,.0f} {what}/s" for what, rate in rates.items() if rate), "")
