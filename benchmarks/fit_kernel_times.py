@@ -22,6 +22,7 @@ from statistics import median, quantiles
 from measured_kernels import Row, rows_by_kind
 from measuring import ROOT
 
+from memfit.timing.collective_times import has_nvlink
 from memfit.timing.kernel_formulas import seconds_of_work
 from memfit.timing.kernel_times import COLLECTIVES, LONG, measured_device, nearest_relative
 
@@ -156,7 +157,7 @@ def fit_kind(kind: str, cards: dict[str, list[Row]]) -> tuple[dict[str, dict[str
 
 def is_linked_alike(one: str, other: str) -> bool:
     """Return whether both cards have NVLink, or neither: one sort of link says nothing about the other."""
-    return measured_device(one).has_nvlink == measured_device(other).has_nvlink
+    return has_nvlink(measured_device(one)) == has_nvlink(measured_device(other))
 
 
 def inline(entry: dict[str, object]) -> str:

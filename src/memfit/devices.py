@@ -87,15 +87,6 @@ class Device:
         return None if self.nvml_total_bytes is None else self.nvml_total_bytes - self.total_bytes
 
     @property
-    def has_nvlink(self) -> bool:
-        """Whether cards reach each other over NVLink, in the machines that are made for them.
-
-        >>> find_device("H100").has_nvlink, find_device("H100 PCIe").has_nvlink
-        (True, False)
-        """
-        return self.peer_bandwidth != self.host_bandwidth
-
-    @property
     def context_spread(self) -> float:
         """How much larger the context may be than ``context_bytes``, as a share of it."""
         return SCALED_SPREAD if "context_bytes" in self.approximate else OBSERVED_SPREAD

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from memfit.devices import find_device
 from memfit.records import EventLabel, HostUnits, Operand, Operation, Phase, WholeStep
-from memfit.timing.collective_times import why_time_is_unknown
+from memfit.timing.collective_times import has_nvlink, why_time_is_unknown
 from memfit.timing.kernel_times import LONG, Basis, KernelTimes, find_coefficients, kernel_table
 from memfit.timing.kernel_work import work_of
 from memfit.timing.step_time import step_time
@@ -74,8 +74,8 @@ def test_bytes_over_a_link_depend_on_the_algorithm():
 
 
 def test_a_card_without_tables_has_those_of_one_with_the_same_sort_of_link():
-    assert find_device("V100").has_nvlink
-    assert not find_device("RTX 4090").has_nvlink
+    assert has_nvlink(find_device("V100"))
+    assert not has_nvlink(find_device("RTX 4090"))
     for name, relative in (("V100-32GB", "A100-80GB"), ("RTX 4090", "L40S"), ("H100 PCIe", "L40S")):
         found = find_coefficients("all_reduce", find_device(name))
         assert found.values == kernel_table()["kind"]["all_reduce"]["card"][relative]

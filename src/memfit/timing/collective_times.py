@@ -31,6 +31,16 @@ _MEASURED = 8
 """Ranks of the largest machine in the tables."""
 
 
+def has_nvlink(device: Device) -> bool:
+    """Return whether cards reach each other over NVLink, in the machines that are made for them.
+
+    >>> from memfit.devices import find_device
+    >>> has_nvlink(find_device("H100")), has_nvlink(find_device("H100 PCIe"))
+    (True, False)
+    """
+    return device.peer_bandwidth != device.host_bandwidth
+
+
 def link_bytes(operation: Operation) -> float:
     """Return how many bytes a collective sends over the link of each rank, at least.
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from memfit.devices import Device, find_device
 from memfit.records.step_operations import Operation
+from memfit.timing.collective_times import has_nvlink
 from memfit.timing.kernel_formulas import COEFFICIENTS, GROUP_INSTRUCTIONS, Coefficients, seconds_of_work
 from memfit.timing.kernel_work import KernelWork, issues_nothing, work_of
 
@@ -173,7 +174,7 @@ def find_coefficients(kind: str, device: Device, *, without_own: bool = False) -
     if near is None:
         raise LookupError(f"No card has coefficients of {kind!r} in kernel_times.toml: add `like`.")
     spread, long = table["relative"]
-    if "shared" in table and not device.has_nvlink:
+    if "shared" in table and not has_nvlink(device):
         spread = long = table["shared"]
     return CardFit(_under_load(cards[near], device, kind), spread, long, Basis.RELATIVE)
 
@@ -208,7 +209,7 @@ def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | 
         other = measured_device(name)
         (major, minor), (its_major, its_minor) = device.compute_capability, other.compute_capability
         return (
-            collective and device.has_nvlink != other.has_nvlink,
+            collective and has_nvlink(device) != has_nvlink(other),
             device.compute_capability != other.compute_capability,
             attention and (major in GROUP_INSTRUCTIONS) != (its_major in GROUP_INSTRUCTIONS),
             (device.memory_bus_width > _STACKED) != (other.memory_bus_width > _STACKED),

@@ -1,5 +1,6 @@
 /* Events, captures, graphs. */
 #include "checks.h"
+#include "cuda/stream_marks.h"
 
 #include <time.h>
 

@@ -136,14 +136,6 @@ enum { HOLD_UNTIL_SYNCHRONIZED = 1, HOLD_UNTIL_AWAITED };
 API void ghost_hold_events(int hold); /* 0: finish events when they are recorded */
 /* Report this duration for every pair of events that this thread asks about; 0: the host's own time again. */
 API void ghost_answer_elapsed(float milliseconds);
-/* Mark in the trace of PyTorch's observer on which stream work runs, which work of others it waits for, and what NCCL
- * is asked for; NULLs: no longer. Source: aoti_record_function_start and _end, torch/csrc/inductor/aoti_torch/c/shim.h,
- * PyTorch 2.10 to 2.15. They need no lock of Python's, which the allocator's thread must not wait for. */
-typedef int (*ghost_record_start)(const char *name, void *keywords, const void *inputs, uint64_t count,
-                                  void **record);
-typedef int (*ghost_record_end)(void *record);
-API void ghost_mark_streams(ghost_record_start start, ghost_record_end end);
-API void ghost_pause_marks(int pause); /* what the calling thread does is not the script's doing */
 /* Between the two calls, this thread's device-to-host copies of at most 8 bytes return `value`, little
  * endian, saturated at the copy's width as a signed integer; those of 16 bytes, with which Thrust's
  * searches end, return "found, at 0". */
@@ -386,12 +378,6 @@ void copy_on_device(uint64_t to, uint64_t from, uint64_t size);
  * there is one. */
 bool any_capture(void);
 void note_stream_work(const void *stream);
-
-/* stream_marks.c: leave a mark in PyTorch's trace, while it is marked; the calling thread's work is on a stream
- * from here on. */
-#define MARK "memfit:gpu:" /* what all of them begin with; recording/step_streams.py reads them */
-void mark(const char *format, ...) __attribute__((format(printf, 1, 2)));
-void mark_stream(const void *stream);
 
 /* synchronization.c */
 void synchronize_everything(void);

@@ -1,5 +1,6 @@
 /* Events: when each was recorded, on which capture, and whether a test still holds it. */
 #include "cuda/stream_captures.h"
+#include "cuda/stream_marks.h"
 
 #include <time.h>
 

@@ -4,6 +4,7 @@
  * (allocations with that id go to the graph's private pool), and whether the captured graph has nodes.
  */
 #include "cuda/stream_captures.h"
+#include "cuda/stream_marks.h"
 
 #define MOST_CAPTURES 64
 

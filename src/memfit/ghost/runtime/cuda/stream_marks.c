@@ -1,5 +1,5 @@
-/* Marks in the trace that PyTorch's observer writes of a step: what it cannot see itself. */
-#include "core/ghost.h"
+/* Marks of streams: each is a record that begins and ends at once. */
+#include "cuda/stream_marks.h"
 
 #include <stdarg.h>
 #include <stdio.h>

@@ -5,6 +5,7 @@
  * memory, allocated outside PyTorch, is part of the CUDA context's.
  */
 #include "core/ghost.h"
+#include "cuda/stream_marks.h"
 
 #include <string.h>
 

@@ -1,5 +1,6 @@
 /* cuDNN: handles, descriptors, and how a question about a size is written. cudnn.h lists the other files. */
 #include "libraries/cudnn.h"
+#include "cuda/stream_marks.h"
 
 #include <stdarg.h>
 #include <stdio.h>

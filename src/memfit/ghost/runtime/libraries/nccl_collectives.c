@@ -1,5 +1,6 @@
 /* NCCL: collectives, sends and receives. */
 #include "libraries/nccl.h"
+#include "cuda/stream_marks.h"
 
 #include <string.h>
 
