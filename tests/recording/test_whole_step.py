@@ -148,6 +148,20 @@ def test_replays_of_a_cuda_graph_are_noticed(dry_run, tmp_path):
     assert "replays a CUDA graph" in dry_run_of_trace(read_trace(tmp_path / "run.memfit")).step_time_unknown
 
 
+def test_the_gradient_that_images_do_not_need_is_no_tensor(dry_run, tmp_path):
+    loop = """
+        layer = nn.Conv2d(3, 8, 3).cuda().half()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for _ in range(3):
+            layer(torch.ones(2, 3, 8, 8, device="cuda", dtype=torch.half)).sum().backward()
+            optimizer.step()
+    """
+    step, _ = step_of(dry_run, tmp_path, loop)
+    backward = next(each for each in step.operations if "convolution_backward" in each.name)
+    assert backward.dtype == "float16"
+    assert [each.shape for each in backward.results] == [(8, 3, 3, 3), (8,)]
+
+
 def test_a_run_without_a_second_step_says_so(dry_run, tmp_path):
     step_of(dry_run, tmp_path, LOOP, steps=1)
     why = dry_run_of_trace(read_trace(tmp_path / "run.memfit")).step_time_unknown
