@@ -55,12 +55,13 @@ def step_section_html(trace: Trace, summary: DryRun, words: PageTextTable) -> st
         summary: its summary, which has the time.
         words: makes names safe to show.
     """
-    lines = list(step_time_lines(summary.step_time, summary.step_time_unknown))
-    simulated = None if summary.step_time is None else simulated_step_of_trace(trace)
+    time = summary.step_time
+    lines = list(step_time_lines(time, summary.step_time_unknown))
+    simulated = None if time is None else simulated_step_of_trace(trace)
     parts = [f"<p>{words.html(line.strip())}</p>" for line in lines]
-    if simulated is not None and trace.step is not None:
+    if time is not None and simulated is not None and trace.step is not None:
         kinds = [name_of_kind(work_of(operation).kind) for operation in trace.step.operations]
-        parts += _chart(trace, trace.step, simulated, kinds)
+        parts += _chart(trace, trace.step, simulated, kinds, time.host_basis)
         parts += _tables(trace, trace.step, simulated, kinds, words)
     if not parts:
         return ""
@@ -73,7 +74,9 @@ def step_section_html(trace: Trace, summary: DryRun, words: PageTextTable) -> st
 # ---- the chart --------------------------------------------------------------------------------------------
 
 
-def _chart(trace: Trace, step: WholeStep, simulated: SimulatedStep, kinds: Sequence[str]) -> Iterator[str]:
+def _chart(
+    trace: Trace, step: WholeStep, simulated: SimulatedStep, kinds: Sequence[str], host_basis: str
+) -> Iterator[str]:
     """Yield the rows of the chart, its axis and its legend."""
     whole = simulated.timeline.seconds
     host, *streams = _lanes(trace, step, simulated, kinds)
@@ -93,7 +96,7 @@ def _chart(trace: Trace, step: WholeStep, simulated: SimulatedStep, kinds: Seque
         yield f'<p class="key legend"><span>{what}:</span>{items}</p>'
     yield (
         f'<p class="hint">One step, simulated. A bar is {format_seconds(whole / _COLUMNS)} wide: its colour '
-        "says what takes most of that, its height which share is busy.</p>"
+        f"says what takes most of that, its height which share is busy. Seconds of the host: {host_basis}.</p>"
     )
 
 

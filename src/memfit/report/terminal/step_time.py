@@ -25,6 +25,7 @@ KINDS = {
     "transpose": "copies",
     "copy": "copies",
     "fused": "compiled kernels",
+    **dict.fromkeys(("all_reduce", "all_gather", "all_to_all"), "collectives"),
 }
 """What kinds of kernels are called, backward included, where their names do not say it."""
 
