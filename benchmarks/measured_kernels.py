@@ -292,15 +292,13 @@ def estimate_train_time(folder: Path, rows: Rows) -> None:
 
 
 def simumax(folder: Path, rows: Rows) -> None:
-    """Products and attention on a B200, as shares of its rate, all of an attention's scores counted.
-
-    Each product ran 100 times behind each other on random numbers, where the power limit lowers the clock.
-    """
+    """Products and attention on a B200, as shares of its rate, all of an attention's scores counted."""
     table = json.loads((folder / "b200_bf16.json").read_text())["accelerator"]["op"]
     device = measured_device("B200")
     for key, share in table["matmul"]["accurate_efficient_factor"].items():
         size = {each: int(number) for each, number in re.findall(r"(\w+)=(\d+)", key)}
         work = matrix("bfloat16", *(size[each] for each in "bmnk"))
+        # 100 of each ran behind each other on random numbers: the power limit lowers the clock.
         row = Row((work,), work.flops / (2250e12 * share), device, "simumax", warm=True)
         rows["product_16", "B200"].append(row)
     for kind, name in (("cudnn", "sdp_fwd"), ("cudnn_backward", "sdp_bwd")):
