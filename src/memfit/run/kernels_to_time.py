@@ -72,7 +72,12 @@ class Kernels:
     def _attentions(self, dtype: torch.dtype) -> Iterator[KernelToTime]:
         for backend in _ATTENTIONS if dtype in self.halves else (SDPBackend.EFFICIENT_ATTENTION,):
             for batch, length, width in ((16, 1024, 64), (4, 2048, 128)):
-                sizes = batch, 16, length, width
+                sizes = (
+                    16 * batch,
+                    1,
+                    length,
+                    width,
+                )  # sequences of one head: as many of 16 heads would take as long
 
                 def attend(
                     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: SDPBackend = backend
@@ -122,7 +127,8 @@ class Kernels:
             what = f"batch norm of {channels} x {size} x {size}, {name}"
             yield from _both_ways(what, _batch_norm, images, ones, ones)
         for vocabulary, width in ((50304, 768), (32000, 4096)):
-            indices = torch.randint(vocabulary // self.shrink, (8, 1024), device=self.device)
+            known, count = vocabulary // self.shrink, 8192 // self.shrink
+            indices = torch.randint(known, (count,), device=self.device)
             table = partial(self._tensor, vocabulary, width, dtype=dtype)
             what = f"embedding of {vocabulary} x {width}, {name}"
             yield from _both_ways(what, partial(functional.embedding, indices), table)
