@@ -5,7 +5,7 @@ import torch
 
 from memfit.devices import find_device
 from memfit.records import KernelMeasurement
-from memfit.run.kernel_probe import seconds_of_run, time_kernels
+from memfit.run.kernel_probe import operations_of, seconds_of_run, time_kernels
 from memfit.run.kernels_to_time import Kernels
 from memfit.timing.measured_kernels import kernel_factors
 
@@ -63,13 +63,17 @@ def test_every_kind_is_timed(timed):
     assert len(skipped) == 12
 
 
-def test_what_runs_is_recorded_without_what_is_of_another_device(timed):
+def test_what_runs_is_recorded(timed):
     operations = {each.what: [operation.name for operation in each.operations] for each in timed[0]}
     assert operations["product of 4096 x 4096 x 4096, tf32"] == ["aten.mm.default"]
     assert operations["AdamW of 16 x 4096 x 1024, fused"][-1] == "aten._fused_adamw_.default"
     assert "aten._foreach_addcdiv_.ScalarList" in operations["AdamW of 16 x 4096 x 1024, foreach"]
-    on_another = Kernels(torch.device("meta"), (), tf32=False, shrink=4096)
-    assert not [each for each in on_another.all() if each.what.endswith("bfloat16")]
+
+
+def test_what_runs_elsewhere_or_is_a_view_is_not_recorded():
+    here, elsewhere = torch.ones(2, 2, device="meta"), torch.ones(2, 2)
+    operations = operations_of(lambda: (here.t().exp(), elsewhere.sin()), here.device)
+    assert [each.name for each in operations] == ["aten.exp.default"]
 
 
 def test_after_some_seconds_nothing_more_is_timed():

@@ -3,6 +3,7 @@
 import subprocess
 import tomllib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from memfit.card.detect_card import Card
 from memfit.cli.doctor import doctor
 from memfit.devices import find_device
 from memfit.errors import TargetError, UnknownDeviceError, UnsuitableEnvironmentError
+from memfit.planning.run_changes_on_ghost import kernel_time_estimator
 from memfit.records import (
     ASSUMED_HOST_TIMES,
     EventLabel,
@@ -24,7 +26,7 @@ from memfit.records import (
 from memfit.run import measure_kernel_times as measuring
 from memfit.timing.kernel_times import Basis, KernelFactor, KernelTimes
 from memfit.timing.measured_kernels import kernel_factors, kernel_times_file, saved_kernel_factors
-from memfit.timing.step_time import step_time
+from memfit.timing.step_time import step_time, step_time_of_trace
 
 H100 = find_device("H100-80GB")
 TORCH = "2.14.1+cu130"
@@ -106,6 +108,13 @@ def card(cache, monkeypatch):
 def test_what_was_measured_is_kept_for_this_card_and_this_torch():
     assert measuring.measure_kernel_times() == MEASURED
     assert saved_kernel_factors(H100, TORCH) == kernel_factors(MEASURED, H100)
+    times = KernelTimes(H100, factors=kernel_factors(MEASURED, H100))
+    assert kernel_time_estimator(H100, TORCH)(product(512)) == times.of(product(512)).seconds
+    step, labels = WholeStep((product(8192),), (0,), (0,)), (EventLabel(Phase.FORWARD, "", "", -1),)
+    trace = SimpleNamespace(
+        step=step, labels=labels, device=SimpleNamespace(name=H100.name), versions={"torch": TORCH}
+    )
+    assert step_time_of_trace(trace).basis == "measured on this card"
     assert saved_kernel_factors(H100, "2.13.0") == saved_kernel_factors(find_device("A100"), TORCH) == {}
     kernel_times_file(H100.name, TORCH).write_text("{")
     assert saved_kernel_factors(H100, TORCH) == {}
