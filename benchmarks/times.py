@@ -1,12 +1,14 @@
 """Compare step times that others published for real cards with what memfit predicts for the same scripts.
 
-    python benchmarks/times.py [--rows REGEX] [--without-own] [--traces FOLDER] [--json FILE]
+    python benchmarks/times.py [--rows REGEX] [--without-own] [--peer] [--traces FOLDER] [--json FILE]
 
 benchmarks/times.toml holds the rows, their sources and what they assume. Each distinct script runs once under
 `memfit dry-run`, for its card; --traces keeps what the ghost recorded, so that a later call only predicts.
+--peer runs it again under PyTorch's RuntimeEstimator, for the cards of its table of data sheets.
 Exits with 1 when a script fails, or its peak differs from its author's by more than times.toml allows.
 """
 
+import math
 import re
 import shlex
 import statistics
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from memfit.records import WholeStep
 
 HERE = Path(__file__).parent
+_PEERS_CARDS = {"H100-80GB": "NVIDIA H100", "A100-80GB": "NVIDIA A100", "L4": "NVIDIA L4"}
+"""Names in PyTorch's table of data sheets. Source: torch/_inductor/analysis/device_info.py, 2.14.1."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class TimedResult:
     """Seconds by the data sheet alone, at least 5 us an operation: what memfit predicted before."""
     allocated: int
     """The peak of the dry run, bytes."""
+    peer: float | None = None
+    """Seconds by the roofline of PyTorch's RuntimeEstimator."""
 
     @property
     def error(self) -> float:
@@ -118,14 +124,18 @@ def read_rows(chosen: str = "") -> tuple[tuple[TimedRow, ...], list[dict[str, An
     return tuple(row for row in rows if re.search(chosen, text[row])), sources
 
 
+def _file_name(row: TimedRow) -> str:
+    named = f"{row.ghost or row.card} {row.memory} {Path(row.script).name} {row.run}"
+    return re.sub(r"[^\w.]+", "-", named)
+
+
 def record(row: TimedRow, folder: Path) -> tuple[Path, int]:
     """Run a row's script on the ghost, unless its trace is in the folder; return the trace and the peak.
 
     Raises:
         SystemExit: the script failed, or does not fit.
     """
-    named = f"{row.ghost or row.card} {row.memory} {Path(row.script).name} {row.run}"
-    name = re.sub(r"[^\w.]+", "-", named)
+    name = _file_name(row)
     trace, peak = folder / f"{name}.memfit", folder / f"{name}.bytes"
     if not (trace.exists() and peak.exists()):
         answer, done = memfit_json("dry-run", "-o", str(trace), *row.job)
@@ -133,6 +143,28 @@ def record(row: TimedRow, folder: Path) -> tuple[Path, int]:
             raise SystemExit(f"{' '.join(row.job)} did not run on the ghost:\n{done.stderr[-2000:]}")
         peak.write_text(str(answer["peak"]["allocated"]))
     return trace, int(peak.read_text())
+
+
+def ask_peer(row: TimedRow, folder: Path) -> float | None:
+    """Return the seconds of a row by PyTorch's RuntimeEstimator, or from the folder; None if it fails.
+
+    It is a dispatch mode, under which nothing is compiled, and knows three of these cards.
+    """
+    card = _PEERS_CARDS.get(row.card)
+    if card is None or "--compile" in row.run:
+        return None
+    kept = folder / f"{_file_name(row)}.peer"
+    if not kept.exists():
+        options, script = row.job[: row.job.index("--")], row.job[row.job.index("--") + 1 :]
+        wrapper = str(HERE / "times" / "runtime_estimator.py")
+        _, done = memfit_json("dry-run", *options, "--", wrapper, card, *script)
+        found = re.search(r"^RuntimeEstimator, .*: (\S+) (\S+)$", done.stderr, re.MULTILINE)
+        if found is None:
+            print(f"RuntimeEstimator failed:\n{done.stderr[-600:]}", file=sys.stderr)
+        kept.write_text("" if found is None else " ".join(found.groups()))
+    until_update, whole = map(float, kept.read_text().split() or ("nan", "nan"))
+    seconds = (until_update if row.counts == "forward+backward" else whole) / 1e3
+    return None if math.isnan(seconds) else seconds
 
 
 def predict(trace: Path, row: TimedRow, *, without_own: bool) -> tuple[float, float, float, float]:
@@ -233,6 +265,17 @@ def markdown(results: Sequence[TimedResult], sources: Iterable[Mapping[str, Any]
         for source in sources
         if source["name"] in used
     ]
+    compared = [result for result in results if result.peer is not None]
+    medians = {
+        "PyTorch's RuntimeEstimator": [(each.peer or 0) / each.row.seconds - 1 for each in compared],
+        "the data sheet": [each.roofline / each.row.seconds - 1 for each in compared],
+        "memfit": [each.error for each in compared],
+    }
+    peers = [
+        (name, str(len(off)), f"{statistics.median(map(abs, off)):.1%}", f"{statistics.median(off):+.1%}")
+        for name, off in medians.items()
+        if off
+    ]
     parts = (
         "# Step times: published, and predicted on the ghost",
         "What these rows can and cannot show: docs/time.md. `data sheet`: full rates, 5 us an operation.",
@@ -242,19 +285,23 @@ def markdown(results: Sequence[TimedResult], sources: Iterable[Mapping[str, Any]
             "lrrrrrr",
             summary(results),
         ),
+        table(("on the same rows", "rows", "median error", "signed"), "lrrr", peers),
         table(("technique, time per sample", "published", "predicted"), "lrr", pairs),
         "\n".join(cited),
     )
     return "\n\n".join(parts) + "\n"
 
 
-def measure(rows: Iterable[TimedRow], folder: Path, *, without_own: bool) -> list[TimedResult]:
+def measure(
+    rows: Iterable[TimedRow], folder: Path, *, without_own: bool, with_peer: bool
+) -> list[TimedResult]:
     """Record and predict every row."""
     results = []
     for row in rows:
         trace, allocated = record(row, folder)
         found = predict(trace, row, without_own=without_own)
-        results.append(result := TimedResult(row, *found, allocated))
+        peer = ask_peer(row, folder) if with_peer else None
+        results.append(result := TimedResult(row, *found, allocated, peer))
         print(f"{row.source} {row.card} {row.run}: {result.error:+.1%}", file=sys.stderr, flush=True)
     return results
 
@@ -264,6 +311,7 @@ def main() -> None:
     parser = command_line(__doc__, results=True)
     parser.add_argument("--rows", default="", metavar="REGEX", help="of source, card, script and arguments")
     parser.add_argument("--without-own", action="store_true", help="as if no card had tables of its own")
+    parser.add_argument("--peer", action="store_true", help="also ask PyTorch's RuntimeEstimator")
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="keep traces, and use those there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this file")
     options = parser.parse_args()
@@ -271,7 +319,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as new:
         folder = options.traces or Path(new)
         folder.mkdir(parents=True, exist_ok=True)
-        results = measure(rows, folder, without_own=options.without_own)
+        results = measure(rows, folder, without_own=options.without_own, with_peer=options.peer)
     write_or_print(options.markdown, markdown(results, sources))
     found = [asdict(each) | {"seconds": each.row.seconds, "error": each.error} for each in results]
     write_json(options.json, {"rows": found, "ratios": [asdict(each) for each in ratios(results)]})

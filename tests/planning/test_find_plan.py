@@ -11,6 +11,7 @@ from rich.console import Console
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
+from memfit.planning.checkpointing_bases import CheckpointingBases
 from memfit.planning.find_plan import find_plan
 from memfit.planning.plan_search_base import PlanSearch
 from memfit.planning.run_changes_on_ghost import PlannedScript
@@ -127,6 +128,17 @@ def test_where_no_plan_may_fit_only_the_one_predicted_to_need_least_is_run():
     assert "None of these plans fits" in found.reason
     assert found.floor is None
     assert "NO PLAN FITS   the smallest needs" in str(found)
+
+
+def test_the_smallest_is_run_where_no_kind_of_plan_can_fit(monkeypatch):
+    monkeypatch.setattr(CheckpointingBases, "can_fit", lambda *_: False)
+    script = Script()
+    least = script.chooser.smallest.peak / script.chooser.plain_peak
+    found = planned(script, least / 1.2)
+    assert found.chosen is None
+    assert len(script.changes) == 1
+    assert found.smallest.needs.bytes < found.as_written.needs.bytes
+    assert found.smallest.change.plan["checkpointing"]
 
 
 @pytest.mark.parametrize("over", [1.02, 1.2])

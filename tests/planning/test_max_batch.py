@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +23,7 @@ from memfit.records import (
     ScriptOption,
     ScriptOptionPurpose,
     SizeBound,
+    StepTime,
 )
 from memfit.report.public_json import public_json_type, result_to_json
 from memfit.report.terminal.max_batch import print_max_batch
@@ -29,6 +31,7 @@ from support.advised_runs import FAILED, MEASURED, MIB, device, trace
 
 OUT = ScriptEnd("out of memory", 1, "CUDA out of memory", "train.py:9")
 CONTEXT = 100  # MiB, outside PyTorch's allocator
+NO_TIME = "No time of a step: the script completed no training step, and memfit times the second."
 OPTION = ScriptOption(ScriptOptionPurpose.BATCH_SIZE, ("--batch-size",), 4)
 
 
@@ -216,7 +219,7 @@ def test_a_named_option_without_a_value_says_where_to_write_it():
 
 def test_an_assumed_context_and_bounds_are_remarked_on(monkeypatch):
     script = Script(line, 1000)
-    assert script.find().remarks == ()
+    assert script.find().remarks == (NO_TIME,)
     more = {"bounds": (SizeBound("nonzero", "train.py:7", 5),), "uncertainty": 80 * MIB}
     monkeypatch.setattr(
         "memfit.planning.max_batch.dry_run_of_trace", lambda trace: replace(dry_run_of_trace(trace), **more)
@@ -234,12 +237,57 @@ def test_where_streams_race_the_late_run_counts():
     assert found.run(17).needs.bytes == (line(17) + 200 + CONTEXT) * MIB
     assert found.remarks == (
         "Streams race: the figures assume that the work on side streams is done as late as possible.",
+        NO_TIME,
     )
 
 
 def test_where_the_run_that_finishes_its_work_at_once_needs_more_that_counts():
     early, late = (Script(lambda size, more=more: line(size) + more, 1000, races=True) for more in (200, 0))
     assert early.find(late).run(16).needs.bytes == (line(16) + 200 + CONTEXT) * MIB
+
+
+def time_of(seconds, samples, *, spread=0.3):
+    """Return the time of a step; what takes it is not shown."""
+    low, high = seconds / (1 + spread), seconds * (1 + spread)
+    parts = dict.fromkeys(("kinds", "modules", "phases"), ())
+    figures = dict.fromkeys(("gpu_seconds", "host_seconds", "utilization"), 0.0)
+    return StepTime(
+        seconds, low, high, "T4", basis="tables", host_basis="", samples=samples, tokens=0, **parts, **figures
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "spread", "fastest"),
+    [
+        (lambda size: 1 + size, lambda _: 0.3, 23),
+        (lambda size: size + size**2 / 30, lambda _: 0.3, 4),  # which also fits
+        (lambda size: size + size**2 / 1000, lambda _: 0.3, 23),  # by 2 %
+        (lambda size: size + size**2 / 30, lambda size: 3.0 if size == 4 else 0.0, 23),  # not at both ends
+        (lambda _: 0.0, lambda _: 0.3, None),
+    ],
+    ids=["the largest", "a smaller one", "by little", "not for sure", "unknown"],
+)
+def test_the_largest_is_not_always_the_fastest(monkeypatch, seconds, spread, fastest):
+    def timed(made):
+        found = dry_run_of_trace(made)
+        size = (found.peak_allocated // MIB - 200) // 30
+        time = seconds(size) and time_of(seconds(size), 2 * size, spread=spread(size))
+        return replace(found, step_time=time or None, step_time_unknown="" if time else "no second step")
+
+    monkeypatch.setattr("memfit.planning.max_batch.dry_run_of_trace", timed)
+    found = Script(line, 1000).find()
+    assert (found.largest, found.fastest) == (23, fastest)
+    text = text_of(found)
+    assert ("4 trains on the most samples in a second, clearly more than 23." in text) is (fastest == 4)
+    if fastest is None:
+        assert found.remarks[0] == "No time of a step: no second step."
+        assert "samples/s" not in text
+    else:
+        rate = 2 * 23 / seconds(23)
+        public = msgspec.json.decode(result_to_json(found), type=public_json_type(MaxBatch))
+        assert [run.step_time.samples_per_second for run in public.runs if run.size == 23] == [rate]
+        assert re.search(rf"^ *23 .* {rate:,.0f}  fits \(largest\)", text, re.MULTILINE)
+        assert "A step with batch size 23 takes about" in text
 
 
 def text_of(found):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.records import Phase
 from memfit.trace.trace_file import read_trace
 
@@ -144,3 +145,39 @@ def test_replays_of_a_cuda_graph_are_noticed(dry_run, tmp_path):
     """
     step, _ = step_of(dry_run, tmp_path, loop.replace("range(3)", "range(0)"), steps=4)
     assert step.replayed
+    assert "replays a CUDA graph" in dry_run_of_trace(read_trace(tmp_path / "run.memfit")).step_time_unknown
+
+
+def test_the_gradient_that_images_do_not_need_is_no_tensor(dry_run, tmp_path):
+    loop = """
+        layer = nn.Conv2d(3, 8, 3).cuda().half()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for _ in range(3):
+            layer(torch.ones(2, 3, 8, 8, device="cuda", dtype=torch.half)).sum().backward()
+            optimizer.step()
+    """
+    step, _ = step_of(dry_run, tmp_path, loop)
+    backward = next(each for each in step.operations if "convolution_backward" in each.name)
+    assert backward.dtype == "float16"
+    assert [each.shape for each in backward.results] == [(8, 3, 3, 3), (8,)]
+
+
+def test_a_run_without_a_second_step_says_so(dry_run, tmp_path):
+    step_of(dry_run, tmp_path, LOOP, steps=1)
+    why = dry_run_of_trace(read_trace(tmp_path / "run.memfit")).step_time_unknown
+    assert why == "the script completed only one training step, and memfit times the second"
+
+
+def test_an_observer_whose_file_has_another_format_costs_the_time_only(dry_run):
+    """The script writes over the file, which memfit reads when the script has ended."""
+    moved = "import pathlib, tempfile\ntempfile.tempdir = '.'\n"
+    spoilt = "for file in pathlib.Path().glob('memfit-step-*.json'): file.write_text('{}')\n"
+    loop = LOOP.replace("MICRO", "1").replace("CHECKPOINTED", "False")
+    done = dry_run(moved + textwrap.dedent(START) + textwrap.dedent(loop) + spoilt, options=("--steps", "9"))
+    assert done.answer["verdict"] == "fits"
+    assert done.answer["step_time"] is None
+    assert done.answer["step_time_unknown"] == (
+        "memfit cannot read what PyTorch's observer wrote "
+        "(ValidationError: Object missing required field `nodes`)"
+    )
+    assert not list(done.folder.glob("memfit-step-*"))

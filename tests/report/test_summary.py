@@ -49,6 +49,12 @@ def test_the_summary_has_verdict_peak_and_terms(answer):
     assert "\x1b" not in text
 
 
+def test_a_step_without_a_time_has_a_line_that_says_why(answer):
+    why = "the script replays a CUDA graph"
+    assert f"\nNo time of a step: {why}.\n" in printed(replace(answer, step_time_unknown=why))
+    assert "time of a step" not in printed(answer)
+
+
 def test_a_printable_result_returns_its_text_in_a_notebook(answer, monkeypatch):
     """In a notebook, rich would display the lines itself: it detects IPython's shell by its class name."""
     text = printed(answer).splitlines()

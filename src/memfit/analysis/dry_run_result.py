@@ -51,7 +51,7 @@ from memfit.records import (
     Trace,
     worst_provenance,
 )
-from memfit.timing.step_time import step_time_of_trace
+from memfit.timing.step_time import step_time_of_trace, why_step_time_is_unknown
 from memfit.units import format_bytes
 
 _NOTABLE = 0.01
@@ -86,6 +86,8 @@ def dry_run_of_attributed_trace(trace: Trace, line: Timeline, attribution: Attri
     # A script that recovered has had PyTorch release its cache, and its attempts have filled the cache again.
     needed = allocated + outside.bytes if len(caught_failure_events(trace)) else process.bytes
     bounds = data_dependent_size_bounds(trace, line, _deciding_event(trace, line, peak))
+    step_time = step_time_of_trace(trace)
+    has_no_time = step_time is None and trace.device.machine is MachineKind.GHOST
     return DryRun(
         verdict=_verdict(trace, failed, needed, is_bound=bool(bounds)),
         device=trace.device,
@@ -121,7 +123,8 @@ def dry_run_of_attributed_trace(trace: Trace, line: Timeline, attribution: Attri
         ),
         shortened=trace.shortened,
         longest=fit_peaks_to_batch_sizes(trace, line),
-        step_time=step_time_of_trace(trace),
+        step_time=step_time,
+        step_time_unknown=why_step_time_is_unknown(trace) if has_no_time else "",
     )
 
 

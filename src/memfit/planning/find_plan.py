@@ -228,7 +228,7 @@ class _OperationSearch(PlanSearch):
             if tight is not None and (found is None or tight.time <= self._allowed.slowdown):
                 return self._left_to_memfit(tight, bases, 0.0)
         if found is None:
-            return self._no_plan()
+            return self._no_plan(bases or [start])
         times = [self._divisions.made_by_loop(base.run).time for base in bases]
         added = [base.change.parts * self._least(base) / self._step for base in bases]
         return self._left_to_memfit(found, bases, min(map(sum, zip(times, added, strict=True))))
@@ -247,7 +247,7 @@ class _OperationSearch(PlanSearch):
             if chosen is None or chosen.time > self._allowed.slowdown:
                 chosen = self._in_loop or chosen
         if chosen is None:
-            return self._no_plan()
+            return self._no_plan(bases)
         if self._in_loop is None:
             self._divisions.try_in_loop(chosen, bases)
         return self._answer(chosen=chosen, bound=min(bound, chosen.time))
@@ -268,12 +268,16 @@ class _OperationSearch(PlanSearch):
         found = self._search(bases)
         if found is not None or self._runs.count >= _MOST_RUNS:
             return found
+        return self._run_smallest(bases) or self._every_block(bases)
+
+    def _run_smallest(self, bases: list[CheckpointingBase]) -> PlanRun | None:
+        """Run what is predicted to need least, to say what is needed; return it if it fits all the same."""
         least = min(bases, key=lambda base: base.bracket.least_needs)
-        if not self._refusal and self._may_be_smallest(least):  # to say what is needed
-            self._try(least, least.bracket.smallest)
-            if (found := self._best(least)) is not None:
-                return found
-        return self._every_block(bases)
+        reached = min((run.needs.bytes for run in self._runs.tried), default=least.run.needs.bytes)
+        if self._refusal or least.bracket.least_needs >= reached:
+            return None
+        self._try(least, least.bracket.smallest)
+        return self._best(least)
 
     def _tight(self, bases: list[CheckpointingBase]) -> PlanRun | None:
         """Return the fastest plan that fits the whole budget, if one does; search bases once more for it."""
@@ -336,11 +340,6 @@ class _OperationSearch(PlanSearch):
             return INFINITY
         return 0.0 if self._runs.fits(base.run) else base.bracket.bound
 
-    def _may_be_smallest(self, base: CheckpointingBase) -> bool:
-        """Return whether a choice in a base is predicted to need less than every plan that ran."""
-        smallest = min((run.needs.bytes for run in self._runs.tried), default=base.run.needs.bytes)
-        return base.bracket.least_needs < smallest
-
     def _try(self, base: CheckpointingBase, choice: CheckpointChoice) -> None:
         """Run a plan, and correct the model of its base."""
         change = checkpoint_choice_change(choice, self._optimizer, offload=base.offload)
@@ -384,12 +383,13 @@ class _OperationSearch(PlanSearch):
             runs.make(plan, functools.partial(self._bases.relative, plan), operations=True)
         return tuple(runs.tried)
 
-    def _no_plan(self) -> ScriptPlan:
+    def _no_plan(self, bases: list[CheckpointingBase]) -> ScriptPlan:
         """Answer that no plan fits: because none can, or because none that ran does."""
-        smallest = min(self._ran, key=lambda run: run.needs.bytes)
         floor = self._bases.floor()
         if floor is not None and floor.needs.bytes > self._budget:
-            return self._answer_below(floor, smallest)
+            return self._answer_below(floor, min(self._ran, key=lambda run: run.needs.bytes))
+        self._run_smallest(bases)
+        smallest = min(self._ran, key=lambda run: run.needs.bytes)
         ways = ways_tried(smallest, self._runs.tried)
         reason = self._refusal or why_smallest_exceeds_budget(smallest, ways)
         return self._answer(smallest=smallest, reason=reason)

@@ -36,6 +36,7 @@ from memfit.records import (
     ScriptEnd,
     ScriptOption,
     ScriptOptionPurpose,
+    StepTime,
     Trace,
     worst_provenance,
 )
@@ -106,6 +107,7 @@ def find_max_batch(script: MaxBatchScript, *, multiple: int = 1, option: str = "
         runs=runs,
         as_written=now,
         largest=largest,
+        fastest=_fastest([run for run in runs if run.fits and not run.size % multiple]),
         limit=_limit(runs, sizes, samples, largest),
         multiple=multiple,
         how="" if change_to is None else change_to.how[0],
@@ -150,6 +152,7 @@ def _measured(script: MaxBatchScript, change: Change, size: int) -> tuple[Trace,
         allocated=next(term.figure for term in found.terms if term.name == "allocated"),
         steps=found.steps,
         place=found.peak_place,
+        step_time=found.step_time,
     )
     return trace, _Measured(run, found, raced=late)
 
@@ -223,6 +226,35 @@ def _limit(runs: Sequence[BatchRun], sizes: range, samples: int | None, largest:
     return BatchLimit.RUNS if largest + sizes.step in sizes or samples is None else BatchLimit.DATA
 
 
+_CLEARLY = 1.05
+"""How many times as many samples in a second count as faster. Of published steps of one script, most have a
+ratio that is predicted to within 0.05 (docs/time.md)."""
+
+
+def _fastest(fitting: Sequence[BatchRun]) -> int | None:
+    """Return the size with the most samples in a second; the largest, unless they are clearly more.
+
+    What makes all of a card's kernels slower or faster concerns both sizes: one is faster if it is so at both
+    ends of the intervals.
+
+    Args:
+        fitting: runs in ascending order.
+    """
+    rates = [_samples_per_second(run.step_time) for run in fitting]
+    if not rates or not all(map(all, rates)):
+        return None
+    best = max(range(len(rates)), key=lambda number: rates[number][0])
+    middle, *ends = (mine / largest for mine, largest in zip(rates[best], rates[-1], strict=True))
+    return fitting[best if middle > _CLEARLY and min(ends) > 1 else -1].size
+
+
+def _samples_per_second(time: StepTime | None) -> tuple[float, float, float]:
+    """Return the rate as predicted, and at both ends of the interval; zeros if it is not known."""
+    if time is None:
+        return 0.0, 0.0, 0.0
+    return time.samples_per_second, time.samples / time.low, time.samples / time.high
+
+
 def _per_sample(runs: Sequence[BatchRun], largest: int | None) -> Figure | None:
     """Return the bytes of one more sample, from the smallest batch and the first that does not fit.
 
@@ -270,3 +302,5 @@ def _remarks(shown: _Measured, first: BatchRun, runs: Sequence[BatchRun], device
         yield "The script starts other processes that use the GPU; their memory is not counted."
     if shown.raced:
         yield "Streams race: the figures assume that the work on side streams is done as late as possible."
+    if found.step_time_unknown:
+        yield f"No time of a step: {found.step_time_unknown}."

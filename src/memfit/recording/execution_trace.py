@@ -35,6 +35,8 @@ _DTYPES = {
     "short int": "int16", "short": "int16", "unsigned char": "uint8", "signed char": "int8",
     "bool": "bool", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "c10::complex<float>": "complex64",
 }  # fmt: skip
+_UNDEFINED = "nullptr"
+"""The dtype of a tensor that does not exist: the gradient of an input that needs none."""
 _TENSOR = 6
 """Numbers that describe a tensor: itself, its storage, offset, elements, bytes of one, device."""
 
@@ -180,6 +182,8 @@ def _operands_of(value: Any, shape: Any, kind: str, strides: Any) -> Iterator[Op
         return
     if _is_tensor(value):
         dtype = kind.removeprefix("Tensor(").removesuffix(")")
+        if dtype.startswith(_UNDEFINED):
+            return
         dtype = _DTYPES.get(dtype, dtype.removeprefix("c10::").lower())
         on_host = not value[-1].startswith(_CUDA) and bool(shape)
         yield Operand(tuple(shape), dtype, "host" if on_host else layout_of_strides(shape, strides))

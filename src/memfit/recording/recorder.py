@@ -116,11 +116,7 @@ class Recorder:
             self.book, self.steps, wanted=steps is None and not live, labelled=labels
         )
         self._modules = RunningModuleLabeller(
-            self.book,
-            self._stacks,
-            self.steps,
-            on_root=self._enter_root,
-            backward=not live,
+            self.book, self._stacks, self.steps, on_root=self._enter_root, backward=not live
         )
         self._compiled = CompiledCodeWatcher(
             self.book, self._hooks, self.steps, self._modules if labels else None, self._owners
@@ -310,6 +306,7 @@ class Recorder:
             tensors=tensors,
             unpinned=self._owners.host.peak,
             step=self._step.step() if self._step else None,
+            step_fault=self._step.fault if self._step else "",
         )
 
     def _mark_workspaces(self, events: Events, serials: npt.NDArray[np.int32]) -> bool:

@@ -63,6 +63,8 @@ class WholeStepRecorder:
         self._replays = 0
         self._tf32 = False
         self._nodes = self._intercepted = 0
+        self.fault = ""
+        """Why ``step`` returned None, as a clause, if it could not read what was recorded."""
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook compiled graphs, as soon as the script imports the compiler, and follow its training steps."""
@@ -128,8 +130,10 @@ class WholeStepRecorder:
         self._end()
         try:
             return self._read(self._file) if self._file is not None and self._is_whole else None
-        except (msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError):
-            return None  # another version's file, perhaps: the run's memory is known all the same
+        except (msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError) as error:
+            # Another version's file, perhaps: the run's memory is known all the same.
+            self.fault = f"memfit cannot read what PyTorch's observer wrote ({type(error).__name__}: {error})"
+            return None
         finally:
             self._forget()
 
@@ -144,6 +148,9 @@ class WholeStepRecorder:
             thread = node.attribute("tid")
             if node.name.startswith(_GRAPH_MARK):
                 kernels = self._graphs[int(node.name.removeprefix(_GRAPH_MARK))]
+                if kernels is None:
+                    self.fault = "a compiled graph came from a cache, which does not list its kernels"
+                    return None
                 found = [_kernel(each) for each in kernels]
             elif node.name.startswith(_MARK):
                 label_of[thread] = int(node.name.removeprefix(_MARK))
@@ -155,6 +162,7 @@ class WholeStepRecorder:
                 order.append(number.setdefault(operation, len(number)))
                 labels.append(label_of.get(thread, 0))
         if not order:
+            self.fault = "the second training step ran nothing on the GPU"
             return None
         return WholeStep(
             tuple(number),

@@ -263,8 +263,9 @@ class DryRun(PrintableResult):
     """The loaders whose batches memfit looked through for the one that needs most."""
 
     step_time: StepTime | None = None
-    """How long a training step takes on the device; None if the script made fewer than two on the ghost, or
-    replayed CUDA graphs of its own."""
+    """How long a training step takes on the device; None if that is not known."""
+    step_time_unknown: str = ""
+    """Why ``step_time`` is None, as a clause; empty if it is not, or if this is no run on the ghost."""
 
     resumed: bool = False
     """Whether the result is of the run that resumed from what the first one had written."""

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from memfit.records.printable_result import PrintableResult
 from memfit.records.provenance import Figure
+from memfit.records.step_time import StepTime
 from memfit.records.trace import DeviceUse, ScriptLocation
 
 
@@ -34,6 +35,8 @@ class BatchRun:
     """Training steps completed, in the run that ``allocated`` is from."""
     place: ScriptLocation
     """Where most was allocated."""
+    step_time: StepTime | None = None
+    """How long a step takes; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -50,6 +53,9 @@ class MaxBatch(PrintableResult):
     """The script's own batch size."""
     largest: int | None
     """The largest batch size that fits; None if none does."""
+    fastest: int | None
+    """The batch size that fits and takes clearly less time for a sample than ``largest``; otherwise
+    ``largest``. None if one of the times is not known."""
     limit: BatchLimit
     multiple: int
     """Batch sizes looked for are multiples of it."""

@@ -44,6 +44,16 @@ class StepTime:
     """The same of tokens."""
 
     @property
+    def samples_per_second(self) -> float:
+        """Samples that it trains on in a second; 0 if that is not known."""
+        return self.samples / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The same of tokens."""
+        return self.tokens / self.seconds
+
+    @property
     def is_bound_by_host(self) -> bool:
         """Whether the GPU waits for the host more than a tenth of the time."""
         return self.gpu_seconds < 0.9 * self.seconds

@@ -320,6 +320,8 @@ class Trace:
     """The loaders whose batches memfit looked through, in the order in which the script first read them."""
     step: WholeStep | None = None
     """The second training step; None if the script made only one, or this was not recorded."""
+    step_fault: str = ""
+    """Why the second training step could not be recorded, as a clause; empty if nothing went wrong."""
 
 
 @dataclass(frozen=True, slots=True)

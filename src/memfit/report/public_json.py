@@ -40,6 +40,7 @@ from memfit.records import (
     ScriptPlan,
     SettingOutcome,
     StageUse,
+    StepTime,
     Term,
     Verification,
 )
@@ -127,6 +128,9 @@ _IN_PLACE_OF: Mapping[type, Mapping[str, Mapping[str, _Source]]] = {
         "smallest": {"smallest_capacity": "smallest"},
     },
     StageUse: {"stage": {"name": "stage"}, "process": {"process": "process.bytes"}, "place": _PLACE},
+    StepTime: {
+        "tokens": {name: name for name in ("tokens", "samples_per_second", "tokens_per_second")},
+    },
     Term: {"figure": _of("figure", "bytes", "provenance", "source")},
 }
 """By record and field: the names and sources of what stands in place of the field. With the name ``*``, the

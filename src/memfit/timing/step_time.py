@@ -11,6 +11,7 @@ from memfit.records import (
     ASSUMED_HOST_TIMES,
     EventLabel,
     HostTimes,
+    MarkKind,
     Phase,
     StepTime,
     TimeShare,
@@ -38,6 +39,19 @@ def step_time_of_trace(trace: Trace) -> StepTime | None:
         return None
     factors = saved_kernel_factors(device, trace.versions.get("torch", ""))
     return step_time(trace.step, trace.labels, device, host_times_of_trace(trace), factors=factors)
+
+
+def why_step_time_is_unknown(trace: Trace) -> str:
+    """Return why a run on the ghost has no time of a step, as a clause."""
+    if trace.step is None:
+        completed = sum(mark.kind is MarkKind.TRAINING_STEP for mark in trace.marks)
+        if trace.step_fault or completed > 1:
+            return trace.step_fault or "the second training step was not recorded"
+        made = "only one training step" if completed else "no training step"
+        return f"the script completed {made}, and memfit times the second"
+    if trace.step.replayed:
+        return "the script replays a CUDA graph, and PyTorch's observer does not see its kernels"
+    return f"this memfit has no figures of {trace.device.name}"
 
 
 def host_times_of_trace(trace: Trace) -> HostTimes:

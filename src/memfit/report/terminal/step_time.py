@@ -27,13 +27,21 @@ KINDS = {
 """What kinds of kernels are called, backward included, where their names do not say it."""
 
 
-def step_time_lines(time: StepTime | None) -> Iterator[str]:
-    """Yield how long a step takes and what takes it; nothing if that is not known."""
-    if time is None or not time.seconds:
+def step_time_lines(time: StepTime | None, unknown: str = "", step: str = "A step") -> Iterator[str]:
+    """Yield how long a step takes and what takes it, or why that is not known.
+
+    Args:
+        time: of the step.
+        unknown: why there is none, as a clause.
+        step: which one, as the beginning of a sentence.
+    """
+    if unknown:
+        yield f"No time of a step: {escaped(unknown)}."
+    if time is None:
         return
     between = f"{format_seconds(time.low)} to {format_seconds(time.high)}"
     about = f"about {format_seconds(time.seconds)} ({between})"
-    yield f"A step takes {about} on an {escaped(time.card)}{_rate(time)}."
+    yield f"{step} takes {about} on an {escaped(time.card)}{_rate(time)}."
     if time.is_bound_by_host:
         busy = time.gpu_seconds / time.seconds
         yield f"  The host limits it: the GPU is busy for {busy:.0%} of the time ({time.host_basis})."
@@ -53,7 +61,5 @@ def shares_by_name(time: StepTime) -> list[tuple[str, float]]:
 
 
 def _rate(time: StepTime) -> str:
-    amounts = {"tokens": time.tokens, "samples": time.samples}
-    return next(
-        (f": {amount / time.seconds:,.0f} {what}/s" for what, amount in amounts.items() if amount), ""
-    )
+    rates = {"tokens": time.tokens_per_second, "samples": time.samples_per_second}
+    return next((f": {rate:,.0f} {what}/s" for what, rate in rates.items() if rate), "")

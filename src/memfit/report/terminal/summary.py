@@ -68,7 +68,7 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
     console.print(_peak_term_table(result, console.width))
     for line in (
         *_below_table(result),
-        *step_time_lines(result.step_time),
+        *step_time_lines(result.step_time, result.step_time_unknown),
         *note_lines(result, full=notes, hints=hints),
     ):
         console.print(line)
