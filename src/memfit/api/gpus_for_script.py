@@ -8,7 +8,7 @@ from pathlib import Path
 
 from memfit.analysis.trial_result import TrialResult
 from memfit.devices import Device, all_devices, find_device
-from memfit.errors import TargetError
+from memfit.errors import TargetError, UsageError
 from memfit.ghost.build.torch_install import find_torch
 from memfit.planning.find_plan import find_plan
 from memfit.planning.run_changes_on_ghost import (
@@ -35,16 +35,20 @@ def gpus_for(  # noqa: PLR0913 - one parameter an option
     steps: int = STEPS,
     values: str = "",
     bitwise: bool = False,
+    steps_total: int | None = None,
     prices: Mapping[str, float] | None = None,
+    priced_on: str = "",
     on_progress: Callable[[ScriptProgress], None] = lambda _: None,
 ) -> GpusFor:
     """Return which GPUs of the table (``memfit gpus``) run an unmodified script, as written or under a plan.
 
-    The arguments are those of ``memfit.plan``; ``prices`` has what an hour of some GPUs costs. GPUs of one
-    compute capability share the runs of the script, which asks each for the same memory. If it reads the size
-    of the GPU, it gets that of the largest.
+    The arguments are those of ``memfit.plan``; ``prices`` has what an hour of some GPUs costs, and
+    ``priced_on`` the date of these prices. ``steps_total`` are the training steps of the whole run, for its
+    hours and costs. GPUs of one compute capability share the runs of the script, which asks each for the same
+    memory. If it reads the size of the GPU, it gets that of the largest.
 
     Raises:
+        UsageError: ``steps_total`` is less than 1.
         UnknownDeviceError: a price is of no GPU of the table.
         MemfitError: the script does not exist, this PyTorch or platform is not supported, or the script as
             written cannot be run on any GPU.
@@ -53,6 +57,8 @@ def gpus_for(  # noqa: PLR0913 - one parameter an option
     >>> [plan.device.name for plan in found.plans if plan.chosen is plan.as_written][:2]  # doctest: +SKIP
     ['RTX 3060', 'RTX 4070']
     """
+    if steps_total is not None and steps_total < 1:
+        raise UsageError(f"steps_total must be at least 1, not {steps_total}.")
     priced = {find_device(name).name: price for name, price in (prices or {}).items()}
     options = RunOptions(module=module, steps=steps, in_use=in_use, values=values)
     allowed = AllowedChanges(rounding=not bitwise)
@@ -76,7 +82,7 @@ def gpus_for(  # noqa: PLR0913 - one parameter an option
         raise next(iter(failed.values()))
     plans.sort(key=lambda plan: plan.device.total.bytes)
     reasons = {name: str(error) for name, error in failed.items()}
-    return GpusFor(tuple(plans), reasons, command, plans[0].versions, priced)
+    return GpusFor(tuple(plans), reasons, command, plans[0].versions, priced, priced_on, steps_total)
 
 
 def _plans(

@@ -7,6 +7,7 @@ from cyclopts import Parameter
 import memfit
 from memfit.cli.command_output import console_on_stdout, show_script_progress, text_before_runs, write_result
 from memfit.cli.options import InUse, Json, Module, Script, Values, checked_script_keywords, json_output_file
+from memfit.cli.price_table import read_prices
 from memfit.errors import UsageError
 from memfit.run.options import STEPS
 
@@ -18,6 +19,7 @@ def gpus(
     in_use: InUse = 0,
     bitwise: bool = False,
     steps: int = STEPS,
+    steps_total: int | None = None,
     price: Annotated[tuple[str, ...], Parameter(consume_multiple=False, negative="")] = (),
     json: Json = None,
     values: Values = (),
@@ -29,12 +31,14 @@ def gpus(
             each compute capability, and looks for a plan, as memfit plan does, where it does not fit.
         bitwise: Find plans whose results are the same bit for bit.
         steps: Stop each run after this many training steps, at least 2.
-        price: What an hour of a GPU costs, such as RTX-4090=0.40; once for each. Those are listed first, and
-            what costs least per step comes first.
+        steps_total: Training steps of the whole run, for its hours and its cost on each GPU.
+        price: What an hour of a GPU costs, such as RTX-4090=0.40, or a file with a table of prices and their
+            date (.toml, .json); repeatable. GPUs with a price are listed first, the cheapest run first.
     """
     if not for_script:
         return _list(command)
 
+    prices, priced_on = read_prices(price)
     options = checked_script_keywords(
         "gpus --for", command, {"--json": json_output_file(json)}, module=module
     )
@@ -45,7 +49,9 @@ def gpus(
             steps=steps,
             values=",".join(values),
             bitwise=bitwise,
-            prices=dict(map(_price, price)),
+            steps_total=steps_total,
+            prices=prices,
+            priced_on=priced_on,
             on_progress=show,
         )
     write_result(result, json)
@@ -61,17 +67,3 @@ def _list(command: tuple[str, ...]) -> int:
     with console_on_stdout() as console:
         print_devices(all_devices(), console)
     return 0
-
-
-def _price(text: str) -> tuple[str, float]:
-    """Return a GPU and what an hour of it costs: ``RTX-4090=0.40`` or ``RTX-4090=0.40/h``."""
-    name, _, amount = text.rpartition("=")
-    try:
-        price = float(amount.removesuffix("/h"))
-    except ValueError:
-        price = -1.0
-    if not name or not 0 <= price < float("inf"):
-        raise UsageError(
-            f"--price takes a GPU and what an hour of it costs, such as RTX-4090=0.40, not {text}."
-        )
-    return name, price

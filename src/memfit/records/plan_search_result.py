@@ -12,7 +12,7 @@ from memfit.records.step_operations import OperationCounts
 from memfit.records.step_time import StepTime
 from memfit.records.trace import DeviceUse, ScriptLocation
 
-_HOUR = 3600
+_HOUR, _THOUSAND = 3600, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +168,19 @@ class GpusFor(PrintableResult):
     versions: Mapping[str, str]
     prices: Mapping[str, float] = field(default_factory=dict)
     """By GPU: what an hour costs, as the user gave it."""
+    priced_on: str = ""
+    """The date of these prices, of the oldest table among several; empty if they are of none."""
+    steps_total: int | None = None
+    """Training steps of the whole run; None if the user did not say."""
 
-    def cost(self, plan: ScriptPlan, steps: int) -> float | None:
-        """Return what so many steps cost under a plan; None if the price or the time is not known."""
-        price = self.prices.get(plan.device.name)
-        return None if price is None or plan.seconds is None else price * plan.seconds * steps / _HOUR
+    @property
+    def hours(self) -> Mapping[str, float]:
+        """By GPU: the hours of ``steps_total`` steps, or of 1,000, under its plan, where they are known."""
+        steps = self.steps_total or _THOUSAND
+        known = {plan.device.name: plan.seconds for plan in self.plans}
+        return {name: seconds * steps / _HOUR for name, seconds in known.items() if seconds is not None}
+
+    @property
+    def costs(self) -> Mapping[str, float]:
+        """By GPU: what these hours cost, where the price is known."""
+        return {name: hours * self.prices[name] for name, hours in self.hours.items() if name in self.prices}

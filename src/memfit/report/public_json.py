@@ -103,7 +103,10 @@ _IN_PLACE_OF: Mapping[type, Mapping[str, Mapping[str, _Source]]] = {
         "bounds": {"upper_bound": "bound"},
     },
     Explanation: {"summary": {"*": "summary"}},
-    GpusFor: {"plans": {"gpus": "plans"}},
+    GpusFor: {
+        "plans": {"gpus": "plans"},
+        "steps_total": {name: name for name in ("steps_total", "hours", "costs")},
+    },
     PeakByBatchSize: {"scan": _of("scan", "where", "seen", "of", "ended", "largest", "median")},
     MaxBatch: {"device": {"device": "device", "budget": "budget"}},
     OutOfMemory: {"place": _of("place", *_WHOLE_PLACE)},

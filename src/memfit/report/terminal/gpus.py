@@ -56,9 +56,11 @@ def print_gpus_for(result: GpusFor, console: Console) -> None:
             "engines with smaller workspaces for convolutions. memfit dry-run --gpu NAME tells."
         )
     command = escaped(" ".join(command_as_typed(result.command)))
+    if result.priced_on:
+        console.print(f"\nPrices from tables are of {result.priced_on}.")
     for line in (
         "The CUDA context, which is assumed, is included. ~ What is left is less than its uncertainty.",
-        "a step: predicted; memfit dry-run --gpu NAME says how far off it may be, and what it rests on.",
+        "Times and costs are predicted; memfit dry-run --gpu NAME says how far off, and what they rest on.",
         f"The plan for one of them: memfit plan --gpu NAME {command}",
     ):
         console.print(Text(line, style="dim"))
@@ -76,21 +78,41 @@ def _as_written(plan: ScriptPlan) -> bool:
 
 
 def _table(result: GpusFor) -> Table:
-    costs = ["per 1,000 steps"] if result.prices else []
-    headings = ("--gpu", "memory", "as written", "with a plan", "time", "a step", *costs, "plan")
-    table = plain_table("lrrrrr" + "r" * len(costs) + "w", *headings)
-    for plan in sorted(result.plans, key=lambda plan: result.cost(plan, _THOUSAND) or math.inf):
-        cost = result.cost(plan, _THOUSAND)
+    total = result.steps_total
+    run = {f"{total:,} steps": {name: _time(hours) for name, hours in result.hours.items()}} if total else {}
+    if result.prices:
+        run["cost" if total else "per 1,000 steps"] = {n: _amount(cost) for n, cost in result.costs.items()}
+    headings = ("--gpu", "memory", "as written", "with a plan", "time", "a step", *run, "plan")
+    table = plain_table("lrrrrr" + "r" * len(run) + "w", *headings)
+    for plan in sorted(result.plans, key=lambda plan: result.costs.get(plan.device.name, math.inf)):
         *cells, changes = _cells(plan)
         table.add_row(
             plan.device.name.replace(" ", "-"),
             format_gib(plan.device.total.bytes),
             *cells,
-            *["" if cost is None else f"{cost:.3g}"] * len(costs),
+            *(column.get(plan.device.name, "") for column in run.values()),
             changes,
             style="" if plan.chosen is not None else "dim",
         )
     return table
+
+
+def _time(hours: float) -> str:
+    """Return hours in the unit that suits them.
+
+    >>> _time(0.5), _time(1234.5)
+    ('30.0 min', '1,234 h')
+    """
+    return f"{hours:,.0f} h" if hours >= _THOUSAND else format_seconds(hours * 3600)
+
+
+def _amount(cost: float) -> str:
+    """Return an amount of money to three digits.
+
+    >>> _amount(0.01234), _amount(1234.5)
+    ('0.0123', '1,234')
+    """
+    return f"{cost:,.0f}" if cost >= _THOUSAND else f"{cost:.3g}"
 
 
 def _cells(plan: ScriptPlan) -> tuple[str, str, str, str, str]:
