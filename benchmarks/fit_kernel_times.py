@@ -22,8 +22,9 @@ from statistics import median, quantiles
 from measured_kernels import Row, rows_by_kind
 from measuring import ROOT
 
+from memfit.timing.collective_times import has_nvlink
 from memfit.timing.kernel_formulas import seconds_of_work
-from memfit.timing.kernel_times import LONG, measured_device, nearest_relative
+from memfit.timing.kernel_times import COLLECTIVES, LONG, measured_device, nearest_relative
 
 TABLE = ROOT / "src/memfit/timing/kernel_times.toml"
 FITTED, ROUNDS, LEAST = 400, 500, 20
@@ -38,12 +39,17 @@ START = {
     "width": 20.0,
     "tail": 0.5,
     "floor": 2.5e-6,
+    "hop": 1e-6,
+    "start": 1e-5,
+    "small": 0.5,
+    "bandwidth_8": 0.8,
 }
 NAMES = {
     "product": ("arithmetic", "tile", "depth", "bandwidth", "sustained"),
     "convolution": ("arithmetic", "tile", "depth", "bandwidth", "sustained", "floor"),
     "attention": ("arithmetic", "width", "depth", "tail", "bandwidth", "floor"),
     "traffic": ("bandwidth", "floor"),
+    "all": ("floor", "hop", "start", "small", "bandwidth", "bandwidth_8"),
 }
 
 
@@ -137,7 +143,8 @@ def fit_kind(kind: str, cards: dict[str, list[Row]]) -> tuple[dict[str, dict[str
         }
         near = nearest_relative(measured_device(card), [name for name in fits if name != card], kind)
         beside = ""
-        if near is not None:
+        alike = kind not in COLLECTIVES or near is None or is_linked_alike(card, near)
+        if near is not None and alike:
             left_out = judged(rows, fits[near])
             for some, off in zip(pooled, left_out, strict=True):
                 some += [
@@ -146,6 +153,11 @@ def fit_kind(kind: str, cards: dict[str, list[Row]]) -> tuple[dict[str, dict[str
             beside = f"| {in_words(*left_out)}  by {near}"
         print(f"{kind:20} {card:14} {len(rows):6} {in_words(every, long)} {beside}", flush=True)
     return entries, [share(ninth(each)) for each in pooled] if pooled[0] else [0.5, 0.5]
+
+
+def is_linked_alike(one: str, other: str) -> bool:
+    """Return whether both cards have NVLink, or neither: one sort of link says nothing about the other."""
+    return has_nvlink(measured_device(one)) == has_nvlink(measured_device(other))
 
 
 def inline(entry: dict[str, object]) -> str:

@@ -1,9 +1,10 @@
 """Read public tables of measured kernels: what each row measured, on which card, and its seconds.
 
-FOLDER has what ``[source]`` in kernel_times.toml names: ``aiconfigurator`` (``gemm_CARD.parquet``
-and ``context_attention_CARD.parquet``), ``neusight`` (``test_*.csv``; ``conv/*.csv`` from train/collect/conv;
-``jobs/CARD__JOB.csv`` from label), ``estimate_train_time`` (``*_fp16.csv``), ``simumax`` (``*.json``) and
-``deepbench`` (``DeepBench_NV_*.xlsx`` from results/train).
+FOLDER has what ``[source]`` in kernel_times.toml names: ``aiconfigurator`` (``gemm_CARD.parquet``,
+``context_attention_CARD.parquet`` and ``nccl_CARD.parquet``), ``neusight`` (``test_*.csv``; ``conv/*.csv``
+from train/collect/conv; ``jobs/CARD__JOB.csv`` from label), ``estimate_train_time`` (``*_fp16.csv``),
+``simumax`` (``*.json``) and ``deepbench`` (``DeepBench_NV_*.xlsx`` from results/train). A folder that is not
+there is left out.
 """
 
 import ast
@@ -21,8 +22,9 @@ from pathlib import Path
 from statistics import median
 
 from memfit.devices import Device
+from memfit.records.step_operations import Operand, Operation
 from memfit.timing.kernel_times import LONG, measured_device
-from memfit.timing.kernel_work import EMBEDDING_PASSES, KernelWork
+from memfit.timing.kernel_work import EMBEDDING_PASSES, KernelWork, work_of
 
 FEWEST = 6
 """Rows of a kind on a card; fewer are left out."""
@@ -106,6 +108,31 @@ def aiconfigurator(folder: Path, rows: Rows) -> None:
                 ):
                     work = attention(kernel, heads, keys, width, True, 8 * heads * keys * width)
                     rows[kernel, card].append(Row((work,), row["latency"] / 1e3, device, "aiconfigurator"))
+
+
+def collectives(folder: Path, rows: Rows) -> None:
+    """Collectives of 16 bit on 2, 4 and 8 cards: cards do not add up integers in the switch."""
+    from pyarrow import parquet
+
+    for file in sorted(folder.glob("nccl_*.parquet")):
+        card = AI_CARDS[file.stem.removeprefix("nccl_")]
+        for row in parquet.read_table(file).to_pylist():
+            if row["nccl_dtype"] == "half":
+                kind, work = collective(row["op_name"], row["num_gpus"], row["message_size"])
+                measured = Row((work,), row["latency"] / 1e3, measured_device(card), "aiconfigurator")
+                rows[kind, card].append(measured)
+
+
+def collective(name: str, ranks: int, elements: int) -> tuple[str, KernelWork]:
+    """Return the kind and the work of a collective of nccl-tests: its sizes are those of the larger side."""
+    operation = Operation(
+        f"nccl.{name.replace('alltoall', 'all_to_all')}",
+        *(-1, -1, (), (), (), 0, 0, "float16", False, 0.0, 0),
+        operands=(Operand((elements,), "float16"),),
+        ranks=ranks,
+    )
+    work = work_of(operation)
+    return work.kind, work
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -332,25 +359,33 @@ def deepbench(folder: Path, rows: Rows) -> None:
                     add(f"convolution_backward_{bits}", backward, number_in(cells, "P") + inputs)
 
 
-READERS: dict[str, Callable[[Path, Rows], None]] = {
-    "aiconfigurator": aiconfigurator,
-    "neusight": neusight,
-    "neusight/jobs": jobs,
-    "estimate_train_time": estimate_train_time,
-    "simumax": simumax,
-    "deepbench": deepbench,
+READERS: dict[str, tuple[Callable[[Path, Rows], None], ...]] = {
+    "aiconfigurator": (aiconfigurator, collectives),
+    "neusight": (neusight,),
+    "neusight/jobs": (jobs,),
+    "estimate_train_time": (estimate_train_time,),
+    "simumax": (simumax,),
+    "deepbench": (deepbench,),
 }
+
+
+def is_of_step(work: KernelWork, device: Device) -> bool:
+    """Return whether a training step has such a kernel: none that runs on what its cache holds."""
+    return bool(work.flops) or work.ranks > 1 or work.traffic > device.l2_cache
 
 
 def rows_by_kind(folder: Path) -> dict[str, dict[str, list[Row]]]:
     """Return the rows of all tables, by kind and card."""
     rows: Rows = defaultdict(list)
-    for name, read in READERS.items():
-        read(folder / name, rows)
+    for name, readers in READERS.items():
+        if not (folder / name).is_dir():
+            print(f"{folder / name} is not there: without its rows", file=sys.stderr)
+            continue
+        for read in readers:
+            read(folder / name, rows)
     kinds: dict[str, dict[str, list[Row]]] = defaultdict(dict)
     for (kind, card), measured in rows.items():
-        # A kernel that runs again and again on what its cache holds is not one of a training step.
-        some = [row for row in measured if row.works[0].flops or row.works[0].traffic > row.device.l2_cache]
+        some = [row for row in measured if is_of_step(row.works[0], row.device)]
         if len(some) >= FEWEST:
             kinds[kind][card] = some
     return kinds

@@ -59,6 +59,7 @@ def test_every_figure_is_within_the_bounds_of_real_cards(device: Device):
     assert 0.8e9 < device.memory_clock < 15e9
     assert 1e9 < device.clock < 3e9
     assert 15e9 < device.host_bandwidth < 64e9
+    assert device.host_bandwidth <= device.peer_bandwidth <= 1e12
     assert 30 << 20 < device.context_bytes < 1 << 30
 
 
@@ -142,7 +143,7 @@ def test_every_key_of_the_table_is_used():
     assert {chip["capability"] for chip in TABLE["chip"].values()} == set(TABLE["capability"])
     assert set(TABLE["mig"]) <= set(TABLE["device"])
     known = """reported_as aliases chip link total_bytes nvml_total_mib driver multiprocessors l2_cache
-        memory_bus_width memory_clock clock tensor_clock context_like log sources"""
+        memory_bus_width memory_clock clock tensor_clock context_like log sources nvlink"""
     assert {key for row in rows for key in row} == set(known.split())
 
 

@@ -65,6 +65,8 @@ class Device:
     """The dtypes with matrix units: none on a GTX 1660, not bf16 on a T4."""
     host_bandwidth: int
     """Bytes/s between host and device, one direction."""
+    peer_bandwidth: int
+    """The same to all other cards of a machine together: over NVLink, or else over the link to the host."""
     nvml_total_bytes: int | None
     """The total that nvidia-smi and NVML report; None for a slice of a card. What it exceeds ``total_bytes``
     by, the driver reserves."""
@@ -323,6 +325,7 @@ def _read(name: str, row: Mapping[str, Any]) -> Device:
         },
         tensor_cores=tensor_cores,
         host_bandwidth=_table()["link"][row["link"]],
+        peer_bandwidth=row.get("nvlink", _table()["link"][row["link"]]),
         context_bytes=context,
         sources={figure: _source(key, row, figure) for figure, key in keys.items()}
         | {"context_bytes": context_source},

@@ -26,7 +26,7 @@ def planned(operation, count=100):
     labels = (EventLabel(Phase.FORWARD, "", "", -1),)
     versions = {"torch": "0"}  # nobody measured a host with it
     trace = SimpleNamespace(
-        step=step, labels=labels, device=SimpleNamespace(name=CARD.name), versions=versions
+        step=step, labels=labels, device=SimpleNamespace(name=CARD.name), versions=versions, rank=None
     )
     script = PlannedScript(None, kernel_time_estimator(CARD), lambda _: 0.0, "a rule")
     return with_time_of_host(script, SimpleNamespace(trace=trace)), script

@@ -30,6 +30,7 @@ from memfit.records import (
     StrategyComparison,
     equality_of,
 )
+from memfit.records.own_sharding import offloads_shards
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, checked_script_argv
@@ -109,7 +110,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
     progress = ProgressOfFirst(on_progress)
     with RankRuns(command, options, progress.show) as ranks:
         first, written = _as_written(command, device, ranks)
-        plain = _Plain(written, None if ranks.distributed else step_time_of_trace(written.trace))
+        plain = _Plain(written, step_time_of_trace(written.trace))
         base, *others = strategies_to_compare(
             world_size, distributed=ranks.distributed, own=written.sharding_calls, card=find_device(gpu)
         )
@@ -177,7 +178,7 @@ class _Plain:
 
     result: TrialResult
     time: StepTime | None
-    """Of a step; None if it is not known: what GPUs of a job send each other takes time, too."""
+    """Of a step; None if it is not known."""
 
     @property
     def step(self) -> StepOperations | None:
@@ -194,8 +195,9 @@ class _Plain:
 
     def compared(self, run: ComparedRun, change: Change, under: TrialResult) -> ComparedRun:
         """Return a run with its time, and what it computes, compared with the script as written."""
-        is_sharded = bool(change.own_sharding) or "sharding" in change.plan
-        time = None if is_sharded else step_time_of_trace(under.trace)
+        shards = (change.plan.get("sharding", {}), *change.own_sharding.values())
+        on_host = any(each.get("offload") or offloads_shards(each) for each in shards)
+        time = None if on_host else step_time_of_trace(under.trace)  # of an update on the host none is known
         compiled = self.step is not None and self.step.compiled
         return replace(
             run,

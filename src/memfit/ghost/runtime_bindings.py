@@ -142,6 +142,7 @@ class GhostRuntime:
         library.ghost_answer_elapsed.argtypes = (ctypes.c_float,)
         library.ghost_gaps_reached.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
         library.ghost_gaps_reached.restype = ctypes.c_size_t
+        library.ghost_mark_streams.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         library.ghost_allocation_log.argtypes = (ctypes.POINTER(AllocationLogEvent), ctypes.c_size_t)
         library.ghost_allocation_log.restype = ctypes.c_size_t
         library.ghost_set_label.argtypes = (ctypes.c_uint64,)
@@ -215,6 +216,29 @@ class GhostRuntime:
     def finish_late(self) -> None:
         """Have work on a stream finish only when the host waits for it, or for a stream that waits for it."""
         self._library.ghost_hold_events(_HOLD_UNTIL_AWAITED)
+
+    def mark_streams(self, torch_cpu: ctypes.CDLL | None) -> None:
+        """Mark in the trace of PyTorch's observer on which streams work runs, and what it waits for.
+
+        Args:
+            torch_cpu: PyTorch's library, whose functions leave the marks; None: leave no more.
+        """
+        functions = (
+            ctypes.cast(getattr(torch_cpu, f"aoti_record_function_{name}"), ctypes.c_void_p)
+            if torch_cpu
+            else None
+            for name in ("start", "end")
+        )
+        self._library.ghost_mark_streams(*functions)
+
+    @contextmanager
+    def leaving_no_marks(self) -> Iterator[None]:
+        """Leave no marks of what this thread does: it is not the script's doing."""
+        self._library.ghost_pause_marks(1)
+        try:
+            yield
+        finally:
+            self._library.ghost_pause_marks(0)
 
     @contextmanager
     def answering_counts(self, count: int) -> Iterator[None]:

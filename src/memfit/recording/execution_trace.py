@@ -7,6 +7,7 @@
     aten::mm
       PythonDispatchMode                        what the mode runs counts, if it runs anything
         aten::mm
+    c10d::allreduce_                            what the ghost marks in it counts: calls of NCCL
 
 The observer is C++, and holds no tensor: unlike a dispatch mode in Python, it changes neither when memory is
 freed nor which tensors Python sees.
@@ -16,7 +17,7 @@ Source: torch/csrc/profiler/standalone/execution_trace_observer.cpp, PyTorch 2.1
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from memfit.records import Operand, Operation
 _PYTHON = "Python"
 """What the names of modes and of tensor subclasses that dispatch in Python begin with."""
 _CUDA = "cuda"
+_OF_PARTS = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "fsdp::")
+"""Operations of several ranks: composite, though a kernel of their own implements them."""
 _DTYPES = {
     "float": "float32", "double": "float64", "long int": "int64", "long": "int64", "int": "int32",
     "short int": "int16", "short": "int16", "unsigned char": "uint8", "signed char": "int8",
@@ -74,15 +77,17 @@ class _ExecutionTrace(msgspec.Struct):
     nodes: list[TraceNode]
 
 
-def read_execution_trace(file: Path, marks: str) -> tuple[list[TraceNode], Counter[str]]:
+def read_execution_trace(file: Path, marks: str, inner: str) -> tuple[list[TraceNode], Counter[str]]:
     """Read what ran on the GPU.
 
     Args:
         file: as the observer wrote it.
         marks: what the names of marks begin with; what ran inside of one is left out.
+        inner: what the names of those begin with that count wherever they are.
 
     Returns:
-        The operations and the marks, in order; and how many nodes of each name there are in all.
+        The operations and the marks, in order, an operation after the marks inside of it; and how many nodes
+        of each name there are in all.
     """
     nodes = msgspec.json.decode(file.read_bytes(), type=_ExecutionTrace).nodes
     inside: defaultdict[int, list[TraceNode]] = defaultdict(list)
@@ -90,18 +95,30 @@ def read_execution_trace(file: Path, marks: str) -> tuple[list[TraceNode], Count
     for node in sorted(nodes, key=lambda node: node.id):
         inside[node.ctrl_deps if node.ctrl_deps in known and node.ctrl_deps != node.id else -1].append(node)
     left = list(inside[-1])
-    found: list[TraceNode] = []
+    found: list[tuple[int, TraceNode]] = []
+
+    def take(node: TraceNode, *, after_inner: bool) -> None:
+        inner_marks = [each for each in _all_inside(node, inside) if each.name.startswith(inner)]
+        found.extend((mark.id, mark) for mark in inner_marks)
+        found.append((max(each.id for each in (node, *(inner_marks if after_inner else ()))), node))
+
     while left:
         node = left.pop()
         parts = inside[node.id]
         if node.name.startswith(marks):
-            found.append(node)
+            take(node, after_inner=False)
         elif any(part.name.startswith(_PYTHON) for part in parts) or not _is_whole(node):
             left += parts
         elif _runs_on_gpu(node):
-            found.append(node)
+            take(node, after_inner=True)
     # Threads run beside each other: autograd's runs while the one that called it waits.
-    return sorted(found, key=lambda node: node.id), Counter(node.name for node in nodes)
+    return [node for _, node in sorted(found, key=lambda each: each[0])], Counter(node.name for node in nodes)
+
+
+def _all_inside(node: TraceNode, inside: Mapping[int, list[TraceNode]]) -> Iterator[TraceNode]:
+    for part in inside.get(node.id, ()):
+        yield part
+        yield from _all_inside(part, inside)
 
 
 def operation_of_node(node: TraceNode) -> Operation:
@@ -134,6 +151,8 @@ def operation_of_node(node: TraceNode) -> Operation:
 @functools.cache
 def _is_composite(schema: str) -> bool:
     name = schema.partition("(")[0]
+    if name.startswith(_OF_PARTS):
+        return True
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 

@@ -9,12 +9,14 @@
 The observer's file is read when the script has ended: the step runs as without memfit.
 """
 
+import ctypes
 import os
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,19 @@ from memfit.recording.event_labels import LabelBook
 from memfit.recording.execution_trace import operation_of_node, read_execution_trace
 from memfit.recording.operation_interception import OperationInterceptionMode
 from memfit.recording.operation_of_call import layout_of_strides
+from memfit.recording.step_streams import MARK as STREAM_MARK
+from memfit.recording.step_streams import StepStreams
 from memfit.records import HostUnits, MarkKind, Operand, Operation, Phase, WholeStep
 
 _GRAPH = Patch("torch._inductor.output_code:CompiledFxGraph", "__call__", why="record the kernels of a step")
-_MARK, _GRAPH_MARK = "memfit:", "memfit:graph:"
+_REBUILD = Patch(
+    "torch.distributed:Reducer",
+    "_rebuild_buckets",
+    why="leave out of the recorded step what DistributedDataParallel does only once",
+    source="rebuildBuckets, torch/csrc/distributed/c10d/reducer.cpp",
+    optional="a build without torch.distributed",
+)
+_MARK, _GRAPH_MARK, _ONCE_MARK = "memfit:", "memfit:graph:", "memfit:once"
 _GRADIENT = "torch::autograd::AccumulateGrad"
 _OF_LIBRARIES = tuple(
     f"aten.{name}"
@@ -69,6 +80,7 @@ class WholeStepRecorder:
     def install(self, hooks: InstalledHooks) -> None:
         """Hook compiled graphs, as soon as the script imports the compiler, and follow its training steps."""
         hooks.wrap_when_imported(_GRAPH, __call__=self._run_graph)
+        hooks.wrap_when_imported(_REBUILD, _rebuild_buckets=self._run_once)
         self._book.listeners.append(self._marked)
         os.register_at_fork(before=self._give_up)
 
@@ -95,6 +107,7 @@ class WholeStepRecorder:
         with _without_words_of_observer():
             self._observer.register_callback(name)
             self._observer.start()
+        self._ghost.mark_streams(_torch_cpu())
         self._nodes = torch._C._autograd._get_sequence_nr()
         self._intercepted = OperationInterceptionMode.intercepted
         self._book.on_use = self._used
@@ -105,6 +118,7 @@ class WholeStepRecorder:
         if observer is None:
             return
         self._book.on_use = None
+        self._ghost.mark_streams(None)
         self._nodes = torch._C._autograd._get_sequence_nr() - self._nodes
         self._intercepted = OperationInterceptionMode.intercepted - self._intercepted
         with _without_words_of_observer():
@@ -143,22 +157,30 @@ class WholeStepRecorder:
         labels: list[int] = []
         label_of: dict[int, int] = {}  # by thread
         marks = 0  # two for each module: where it begins, and where it ends
-        nodes, names = read_execution_trace(file, _MARK)
+        streams = StepStreams()
+        nodes, names = read_execution_trace(file, _MARK, inner=STREAM_MARK)
         for node in nodes:
             thread = node.attribute("tid")
-            if node.name.startswith(_GRAPH_MARK):
+            if node.name.startswith(STREAM_MARK):
+                found = streams.read(node.name, thread)
+            elif node.name.startswith(_GRAPH_MARK):
                 kernels = self._graphs[int(node.name.removeprefix(_GRAPH_MARK))]
                 if kernels is None:
                     self.fault = "a compiled graph came from a cache, which does not list its kernels"
                     return None
                 found = [_kernel(each) for each in kernels]
+            elif node.name == _ONCE_MARK:
+                continue
             elif node.name.startswith(_MARK):
                 label_of[thread] = int(node.name.removeprefix(_MARK))
                 marks += self._book.labels[label_of[thread]].phase in (Phase.FORWARD, Phase.RECOMPUTE)
                 continue
             else:
                 found = [operation_of_node(node)]
+            if not node.name.startswith(STREAM_MARK) and (stream := streams.of_thread(thread)):
+                found = [replace(each, stream=stream) for each in found]
             for operation in found:
+                streams.issued(operation.stream, len(order))
                 order.append(number.setdefault(operation, len(number)))
                 labels.append(label_of.get(thread, 0))
         if not order:
@@ -172,6 +194,7 @@ class WholeStepRecorder:
             self._tf32,
             compiled=bool(self._graphs),
             replayed=self._replays > 0,
+            after=tuple(streams.after),
         )
 
     def _host(
@@ -213,12 +236,20 @@ class WholeStepRecorder:
         with _node(f"{_MARK}{label}"):
             pass
 
+    def _run_once(self, original: Callable[..., Any], *args: Any) -> Any:
+        with _node(_ONCE_MARK), self._ghost.leaving_no_marks():
+            return original(*args)
+
     def _run_graph(self, original: Callable[..., Any], graph: Any, inputs: Any) -> Any:
         if self._observer is None:
             return original(graph, inputs)
         self._graphs.append(getattr(graph, KERNELS, None))  # None: from a cache of the script's own
         with _node(f"{_GRAPH_MARK}{len(self._graphs) - 1}"):
             return original(graph, inputs)
+
+
+def _torch_cpu() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
 
 def _kernel(work: KernelWork) -> Operation:

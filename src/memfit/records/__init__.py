@@ -84,7 +84,7 @@ from memfit.records.step_operations import (
     is_counted_operation,
     is_recomputable_operation,
 )
-from memfit.records.step_time import StepTime, TimeShare
+from memfit.records.step_time import CommunicationTime, StepTime, TimeShare
 from memfit.records.strategy_comparison import ComparedRun, StrategyComparison
 from memfit.records.trace import (
     ARENA,

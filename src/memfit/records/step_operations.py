@@ -102,6 +102,9 @@ class Operation:
     """The stream that was current."""
     waits: bool = False
     """Whether the host waited in it for the GPU."""
+    ranks: int = 1
+    """That take part in it. A collective is ``nccl.all_reduce``: ``operands`` are what this rank sends,
+    ``results`` what it receives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,20 @@ class TimeShare:
 
 
 @dataclass(frozen=True, slots=True)
+class CommunicationTime:
+    """What the collectives of a step take. Seconds."""
+
+    seconds: float
+    """Of all, each with nothing else on the card."""
+    exposed: float
+    """By how much the step would be shorter if they took no time."""
+    ranks: int
+    """How many ranks take part, at most."""
+    basis: str
+    """What most of their time rests on."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepTime:
     """The time of one training step of a script, and of what it consists. Seconds."""
 
@@ -24,7 +38,7 @@ class StepTime:
     basis: str
     """What the times of most kernels rest on."""
     gpu_seconds: float
-    """In which the GPU computes; with several streams, the busiest does."""
+    """In which the GPU computes; with several streams, the busiest does. Collectives are apart."""
     host_seconds: float
     """That the host needs to issue the work, if it never waits for the GPU."""
     host_basis: str
@@ -42,6 +56,8 @@ class StepTime:
     """That a step trains on, if memfit found out; otherwise 0."""
     tokens: int
     """The same of tokens."""
+    communication: CommunicationTime | None = None
+    """None if the step has no collectives, as on one GPU. With several, all figures are of one rank."""
 
     @property
     def samples_per_second(self) -> float:
@@ -56,4 +72,5 @@ class StepTime:
     @property
     def is_bound_by_host(self) -> bool:
         """Whether the GPU waits for the host more than a tenth of the time."""
-        return self.gpu_seconds < 0.9 * self.seconds
+        exposed = self.communication.exposed if self.communication else 0.0
+        return self.gpu_seconds + exposed < 0.9 * self.seconds

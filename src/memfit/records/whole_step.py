@@ -25,3 +25,5 @@ class WholeStep:
     """Whether kernels of graphs that Inductor compiled are among the operations."""
     replayed: bool = False
     """Whether the script replayed a CUDA graph: its kernels are not among the operations."""
+    after: tuple[tuple[int, int], ...] = ()
+    """Places in ``order``: the first operation begins when the second, on another stream, has ended."""

@@ -146,7 +146,7 @@ class GhostBackend(Backend):
         if self._options.finish_late:
             self._finish_work_late()
         else:
-            self._collectives = CollectiveWatcher()
+            self._collectives = CollectiveWatcher(self.ghost)
             call_after_import("torch.distributed.distributed_c10d", self._collectives.install)
         choices = gpu_reads.GpuValueOptions.parse(self._options.values)
         self._values = gpu_reads.answer_gpu_reads(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 
 from memfit.devices import Device
+from memfit.timing.collective_times import collective_seconds
 from memfit.timing.kernel_work import KernelWork, Sizes
 
 Coefficients = Mapping[str, float]
@@ -53,6 +54,8 @@ def seconds_of_work(work: KernelWork, device: Device, fit: Coefficients, *, warm
         warm: whether the card has worked for long, as in training, and runs at the clock that its power limit
             sustains. Tables of short kernels were measured on cards that had not.
     """
+    if work.ranks > 1:
+        return collective_seconds(work.traffic, work.ranks, device, fit)
     if work.products:
         traffic = work.traffic / len(work.products)
         products = sum(

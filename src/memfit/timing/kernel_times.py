@@ -21,6 +21,7 @@ from typing import Any
 
 from memfit.devices import Device, find_device
 from memfit.records.step_operations import Operation
+from memfit.timing.collective_times import has_nvlink
 from memfit.timing.kernel_formulas import COEFFICIENTS, GROUP_INSTRUCTIONS, Coefficients, seconds_of_work
 from memfit.timing.kernel_work import KernelWork, issues_nothing, work_of
 
@@ -57,6 +58,7 @@ class KernelFactor:
     """So many were measured."""
 
 
+COLLECTIVES = {"all_reduce", "all_gather", "all_to_all"}
 NOTHING = KernelTime(0.0, 0.0, Basis.CARD)
 LONG = 1e-4
 """Seconds above which a table's interval is that of long kernels."""
@@ -116,7 +118,14 @@ class KernelTimes:
     def of(self, operation: Operation) -> KernelTime:
         """Return the time of an operation; of a view, and of what launches nothing, 0."""
         sizes = operation.operands, operation.results, operation.flops, operation.moved
-        key = operation.name, operation.dtype, operation.is_causal, operation.launches, *sizes
+        key = (
+            operation.name,
+            operation.dtype,
+            operation.is_causal,
+            operation.launches,
+            operation.ranks,
+            *sizes,
+        )
         if key not in self._times:
             self._times[key] = NOTHING if issues_nothing(operation) else self._time(operation)
         return self._times[key]
@@ -193,6 +202,8 @@ def find_coefficients(kind: str, device: Device, *, without_own: bool = False) -
     if near is None:
         raise LookupError(f"No card has coefficients of {kind!r} in kernel_times.toml: add `like`.")
     spread, long = table["relative"]
+    if "shared" in table and not has_nvlink(device):
+        spread = long = table["shared"]
     return CardFit(_under_load(cards[near], device, kind), spread, long, Basis.RELATIVE)
 
 
@@ -207,16 +218,18 @@ def _under_load(values: Coefficients, device: Device, kind: str) -> Coefficients
 def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | None:
     """Return which of some measured cards is most like a card; None if there are none.
 
-    What the table prefers comes first, then the same compute capability. Attention is next like that of cards
-    with the same instructions for matrices, everything like that of cards with the same sort of memory; then
-    the next capability counts, the next rate, and the next bandwidth.
+    What the table prefers comes first, for collectives the same sort of link, then the same compute
+    capability. Attention is next like that of cards with the same instructions for matrices, everything like
+    that of cards with the same sort of memory; then the next capability counts, the next rate, and the next
+    bandwidth.
 
     >>> from memfit.devices import find_device
     >>> nearest_relative(find_device("RTX 4090"), ["A100-80GB", "L40S", "T4"])
     'L40S'
     """
+    collective = kind in COLLECTIVES
     preferred = next((name for name in kernel_table()["prefer"].get(device.name, ()) if name in names), None)
-    if preferred is not None:
+    if preferred is not None and not collective:
         return str(preferred)
     attention = kind.startswith(("flash", "efficient", "cudnn", "flex"))
 
@@ -224,6 +237,7 @@ def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | 
         other = measured_device(name)
         (major, minor), (its_major, its_minor) = device.compute_capability, other.compute_capability
         return (
+            collective and has_nvlink(device) != has_nvlink(other),
             device.compute_capability != other.compute_capability,
             attention and (major in GROUP_INSTRUCTIONS) != (its_major in GROUP_INSTRUCTIONS),
             (device.memory_bus_width > _STACKED) != (other.memory_bus_width > _STACKED),

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from memfit.records.step_operations import Operand, Operation
+from memfit.timing.collective_times import kind_of_collective, link_bytes
 
 _WIDE = {"float64": 8, "complex64": 8, "int64": 8, "complex128": 16, "float32": 4, "int32": 4}
 _HALF = {"float16": 2, "bfloat16": 2, "int16": 2}
@@ -48,6 +49,8 @@ class KernelWork:
     """Of a recurrent network: how often its layers run, one after the other."""
     over_link: bool = False
     """Whether it copies between the host and the card."""
+    ranks: int = 1
+    """That take part in a collective. Its traffic is that over the link of each."""
 
 
 def work_of(operation: Operation) -> KernelWork:
@@ -59,6 +62,9 @@ def work_of(operation: Operation) -> KernelWork:
     >>> work.kind, work.products, work.traffic
     ('product', ((1, 64, 8, 32),), 11264)
     """
+    if operation.ranks > 1:
+        kind = kind_of_collective(operation)
+        return KernelWork(kind, operation.dtype, link_bytes(operation), ranks=operation.ranks)
     if not operation.operands and not operation.results:  # of a compiled graph
         kind = "product" if operation.flops else "fused"
         return KernelWork(kind, operation.dtype, operation.moved, operation.flops)

@@ -2,13 +2,15 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from memfit.devices import Device, find_device
 from memfit.errors import UnknownDeviceError
 from memfit.records import (
     ASSUMED_HOST_TIMES,
+    CommunicationTime,
     EventLabel,
     HostTimes,
     MarkKind,
@@ -18,11 +20,12 @@ from memfit.records import (
     Trace,
     WholeStep,
 )
+from memfit.timing.collective_times import why_time_is_unknown as why_unknown_on_machine
 from memfit.timing.kernel_times import KernelFactor, KernelTime, KernelTimes
 from memfit.timing.kernel_work import work_of
 from memfit.timing.measured_kernels import saved_kernel_factors
 from memfit.timing.saved_host_times import saved_host_times
-from memfit.timing.step_timeline import QueuedWork, StepTimeline, step_timeline
+from memfit.timing.step_timeline import QueuedWork, step_timeline
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _COMMON = 0.08
@@ -31,7 +34,7 @@ _COMMON = 0.08
 
 def step_time_of_trace(trace: Trace) -> StepTime | None:
     """Return how long a training step of a run takes on the device of the run; None if that is not known."""
-    if trace.step is None:
+    if trace.step is None or _why_not_of_ranks(trace, trace.step):
         return None
     try:
         device = find_device(trace.device.name)
@@ -51,7 +54,12 @@ def why_step_time_is_unknown(trace: Trace) -> str:
         return f"the script completed {made}, and memfit times the second"
     if trace.step.replayed:
         return "the script replays a CUDA graph, and PyTorch's observer does not see its kernels"
-    return f"this memfit has no figures of {trace.device.name}"
+    return _why_not_of_ranks(trace, trace.step) or f"this memfit has no figures of {trace.device.name}"
+
+
+def _why_not_of_ranks(trace: Trace, step: WholeStep) -> str:
+    machine = 1 if trace.rank is None else trace.rank.nproc or trace.rank.world_size
+    return why_unknown_on_machine(step.operations, machine)
 
 
 def host_times_of_trace(trace: Trace) -> HostTimes:
@@ -70,6 +78,9 @@ def step_time(
 ) -> StepTime | None:
     """Return how long a recorded step takes on a card; None if that is not known.
 
+    A card's clock and its libraries make all kernels slower or faster together: their errors are taken to be
+    the same, and so are those of collectives. What the host is responsible for is independent of both.
+
     Args:
         step: the operations.
         labels: of the trace: what ``step.labels`` refers to.
@@ -82,44 +93,88 @@ def step_time(
         return None
     kernels = KernelTimes(device, tf32=step.tf32, without_own=without_own, factors=factors)
     times = [kernels.of(operation) for operation in step.operations]
-    queue = [
-        QueuedWork(
-            issue,
-            times[number].seconds,
-            step.operations[number].stream,
-            step.operations[number].waits,
-        )
-        for number, issue in zip(step.order, seconds_to_issue(step, labels, host), strict=True)
-    ]
+    queue = _queue(step, times, seconds_to_issue(step, labels, host))
     timeline = step_timeline(queue)
     if not timeline.seconds:
         return None
-    busiest = max(timeline.busy.values(), default=0.0)
-    spread = _spread(step, times, timeline)
+    without = step_timeline(_with_collectives(step, queue, lambda _: 0.0))
+    slower = step_timeline(_with_collectives(step, queue, lambda n: 1 + times[n].spread))
+    computed, shared = (
+        [n for n in step.order if (step.operations[n].ranks > 1) is so] for so in (False, True)
+    )
+    places = [
+        labels[label]
+        for n, label in zip(step.order, step.labels, strict=True)
+        if step.operations[n].ranks == 1
+    ]
+    seconds = [times[n].seconds for n in computed]
+    exposed = max(timeline.seconds - without.seconds, 0.0)
+    busy = sum(without.busy.values()) + exposed
+    spread = math.hypot(
+        _COMMON,
+        sum(times[n].seconds * times[n].spread for n in computed) / timeline.seconds,
+        slower.seconds / timeline.seconds - 1,
+        _HOST_SPREAD * max(timeline.seconds - busy, 0.0) / timeline.seconds,
+    )
     samples, tokens = samples_and_tokens(step, labels)
-    bases: defaultdict[str, float] = defaultdict(float)
-    for number in step.order:
-        bases[times[number].basis] += times[number].seconds
     return StepTime(
         seconds=timeline.seconds,
         low=timeline.seconds / (1 + spread),
         high=timeline.seconds * (1 + spread),
         card=device.name,
-        basis=max(bases, key=bases.__getitem__, default=""),
-        gpu_seconds=busiest,
+        basis=_basis(times, computed),
+        gpu_seconds=max(without.busy.values(), default=0.0),
         host_seconds=timeline.host,
         host_basis="measured on this machine, with an assumed driver" if host.measured else "assumed",
-        kinds=_shares((work_of(step.operations[n]).kind, times[n].seconds) for n in step.order),
-        modules=_shares(
-            (labels[label].module, times[n].seconds) for n, label in zip(step.order, step.labels, strict=True)
-        ),
-        phases=_shares(
-            (labels[label].phase, times[n].seconds) for n, label in zip(step.order, step.labels, strict=True)
-        ),
+        kinds=_shares(zip((work_of(step.operations[n]).kind for n in computed), seconds, strict=True)),
+        modules=_shares(zip((place.module for place in places), seconds, strict=True)),
+        phases=_shares(zip((place.phase for place in places), seconds, strict=True)),
         utilization=_at_full_rate(step, device) / timeline.seconds,
         samples=samples,
         tokens=tokens,
+        communication=CommunicationTime(
+            seconds=sum(times[n].seconds for n in shared),
+            exposed=exposed,
+            ranks=max(step.operations[n].ranks for n in shared),
+            basis=_basis(times, shared),
+        )
+        if shared
+        else None,
     )
+
+
+def _queue(step: WholeStep, times: Sequence[KernelTime], issue: Iterable[float]) -> list[QueuedWork]:
+    after: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+    for place, before in step.after:
+        after[place] += (before,)
+    return [
+        QueuedWork(
+            seconds,
+            times[number].seconds,
+            step.operations[number].stream,
+            step.operations[number].waits,
+            after[place],
+        )
+        for place, (number, seconds) in enumerate(zip(step.order, issue, strict=True))
+    ]
+
+
+def _with_collectives(
+    step: WholeStep, queue: Sequence[QueuedWork], factor: Callable[[int], float]
+) -> list[QueuedWork]:
+    """Return the work with collectives that take so many times as long, by their operation."""
+    return [
+        replace(work, seconds=work.seconds * factor(number)) if step.operations[number].ranks > 1 else work
+        for number, work in zip(step.order, queue, strict=True)
+    ]
+
+
+def _basis(times: Sequence[KernelTime], chosen: Iterable[int]) -> str:
+    """Return what most of the time of some operations rests on."""
+    bases: defaultdict[str, float] = defaultdict(float)
+    for number in chosen:
+        bases[times[number].basis] += times[number].seconds
+    return max(bases, key=bases.__getitem__, default="")
 
 
 def seconds_to_issue(step: WholeStep, labels: Sequence[EventLabel], host: HostTimes) -> Iterator[float]:
@@ -141,17 +196,6 @@ def _shares(parts: Iterable[tuple[str, float]]) -> tuple[TimeShare, ...]:
         sums[name] += seconds
     longest = sorted(sums.items(), key=lambda each: -each[1])
     return tuple(TimeShare(name, seconds) for name, seconds in longest if seconds)
-
-
-def _spread(step: WholeStep, times: Sequence[KernelTime], timeline: StepTimeline) -> float:
-    """Return how far off the step may be, relative.
-
-    A card's clock and its libraries make all kernels slower or faster together: errors are taken to be the
-    same. What the host is responsible for is independent of them.
-    """
-    off = sum(times[number].seconds * times[number].spread for number in step.order)
-    waiting = max(timeline.seconds - sum(timeline.busy.values()), 0.0)
-    return math.hypot(_COMMON, off / timeline.seconds, _HOST_SPREAD * waiting / timeline.seconds)
 
 
 _HOST_SPREAD = 0.5

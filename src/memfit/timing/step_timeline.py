@@ -1,11 +1,12 @@
 """A training step as queues: the host issues kernels in order, and each stream runs its own one by one.
 
     host      issue ─ issue ─ issue ─ ... ─ item(): waits for the GPU ─ issue ─ ...
-    stream 0         kernel ──── kernel ── kernel ...
-    stream 7                     collective ───────
+    stream 0         kernel ──── kernel ── kernel ── waits ─ kernel ...
+    stream 7                           collective ────────┘
 
-A kernel begins when the host has issued it and its stream is free. Steps follow each other: the host may be
-ahead of the GPU by much of a step, so the time of a step is that from the end of one to the end of the next.
+A kernel begins when the host has issued it, its stream is free, and what its stream waits for has ended.
+Steps follow each other: the host may be ahead of the GPU by much of a step, so the time of a step is that
+from the end of one to the end of the next.
 """
 
 from collections import defaultdict
@@ -26,7 +27,9 @@ class QueuedWork:
     """That it runs on the GPU."""
     stream: int = 0
     waits: bool = False
-    """Whether the host then waits for all of the GPU's work."""
+    """Whether the host then waits for its stream."""
+    after: tuple[int, ...] = ()
+    """Work of other streams that must have ended first, by its place in the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class StepTimeline:
 
     seconds: float
     busy: dict[int, float] = field(hash=False)
-    """By stream: how long it computes."""
+    """By stream: how long it works."""
     host: float
     """How long the host issues work, waits left out."""
     starts: tuple[float, ...]
@@ -64,12 +67,14 @@ def step_timeline(work: Iterable[QueuedWork]) -> StepTimeline:
         before, starts = end, []
         for each in queue:
             now += each.issue
-            start = max(now, free[each.stream])
-            if each.seconds:
+            start = max(
+                now, free[each.stream], *(starts[place] + queue[place].seconds for place in each.after)
+            )
+            if each.seconds or each.after:
                 free[each.stream] = start + each.seconds
             starts.append(start)
             if each.waits:
-                now = max(now, *free.values())
+                now = max(now, free[each.stream])
         end = max(now, *free.values())
     busy: defaultdict[int, float] = defaultdict(float)
     for each in queue:

@@ -143,8 +143,8 @@ static inline int read_back(void *from, size_t size)
             each(launches_forget) each(address_reuse) each(random_copies_match_a_model)                      \
                 each(record_is_bounded) each(strided_copies) each(answered_counts)                           \
                     each(host_and_device_pointers) each(pinned_memory_takes_no_pages) each(held_events)      \
-                        each(elapsed_time) each(events_until_awaited) each(capturing_streams)                \
-                            each(collectives) each(collectives_of_ranks_that_exist)                          \
+                        each(elapsed_time) each(marked_streams) each(events_until_awaited)                   \
+                            each(capturing_streams) each(collectives) each(collectives_of_ranks_that_exist)  \
                                 each(messages_between_ranks_that_exist) each(descriptors)                    \
                                     each(question_bounds) each(graph_questions) each(graph_choices)          \
                                         each(workspace_log) each(recurrent_weights) each(gaps_are_recorded)  \

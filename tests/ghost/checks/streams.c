@@ -1,5 +1,6 @@
 /* Events, captures, graphs. */
 #include "checks.h"
+#include "cuda/stream_marks.h"
 
 #include <time.h>
 
@@ -61,6 +62,38 @@ void events_until_awaited(void)
     ghost_hold_events(0);
     cudaEventDestroy(first), cudaEventDestroy(second), cudaEventDestroy(elsewhere);
     cudaStreamDestroy(side), cudaStreamDestroy(third);
+}
+
+static char marks[1024];
+static int mark_started(const char *name, void *keywords, const void *inputs, uint64_t count, void **record)
+{
+    strncat(strncat(marks, name, sizeof marks - strlen(marks) - 1), " ", sizeof marks - strlen(marks) - 1);
+    *record = marks;
+    return SUCCESS;
+}
+static int mark_ended(void *record) { return record == marks ? SUCCESS : INVALID_VALUE; }
+
+void marked_streams(void)
+{
+    void *side, *event;
+    char expected[1024];
+    const dim3 one = {1, 1, 1};
+    cudaStreamCreateWithFlags(&side, 1), cudaEventCreateWithFlags(&event, 0);
+    ghost_mark_streams(mark_started, mark_ended);
+    for (int again = 0; again < 2; again++) { /* a stream is marked when it changes */
+        cudaLaunchKernel("k", one, one, NULL, 0, side);
+        cudaEventRecord(event, side), cudaStreamWaitEvent(NULL, event, 0);
+        ghost_pause_marks(1);
+        cudaEventRecord(event, NULL);
+        ghost_pause_marks(0);
+    }
+    ghost_mark_streams(NULL, NULL);
+    cudaLaunchKernel("k", one, one, NULL, 0, NULL);
+    char twice[256];
+    snprintf(twice, sizeof twice, MARK "record:%p:%p " MARK "wait:%p:%p ", event, side, event, NULL);
+    snprintf(expected, sizeof expected, MARK "stream:%p %s%s", side, twice, twice);
+    CHECK(strcmp(marks, expected) == 0);
+    cudaEventDestroy(event), cudaStreamDestroy(side);
 }
 
 /* A single piece of work always takes the shortest time; several take the host's own time. */

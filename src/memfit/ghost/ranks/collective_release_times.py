@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.patching.patches import Patch
 
 _COLLECTIVES = Patch(
@@ -40,12 +41,17 @@ class _Issued:
 
 
 class CollectiveWatcher:
-    """Watches the collectives that a script issues from Python, and DistributedDataParallel's first ones."""
+    """Watches the collectives that a script issues from Python, and DistributedDataParallel's first ones.
+
+    Args:
+        ghost: marks in a trace where streams wait, but not for the watcher.
+    """
 
     waits: ClassVar[int] = 0
     """How often this process has waited until all collectives were released."""
 
-    def __init__(self) -> None:
+    def __init__(self, ghost: GhostRuntime) -> None:
+        self._ghost = ghost
         self.race = False
         """Whether the script dropped a tensor that a collective held: only the GPU decides until when.
 
@@ -91,7 +97,8 @@ class CollectiveWatcher:
         if self._coalescing is not None:
             self._coalescing += held
         elif work is not None and held and held[0].is_cuda and not _capturing():
-            self._wait(work)
+            with self._ghost.leaving_no_marks():
+                self._wait(work)
             self._issued[work] = collective = _Issued()
             for tensor in held:
                 weakref.finalize(tensor, self._dropped, collective).atexit = False

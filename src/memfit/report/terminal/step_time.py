@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 
-from memfit.records import StepTime
+from memfit.records import CommunicationTime, StepTime
 from memfit.report.escape_control_characters import escaped
 from memfit.units import format_seconds
 
 _SHOWN = 4
 """Kinds of kernels that are named."""
+_SEEN = 0.005
+"""The share of a step that is more than 0 %."""
 _BACKWARD = "_backward"
 KINDS = {
     "product": "matrix products",
@@ -45,6 +47,8 @@ def step_time_lines(time: StepTime | None, unknown: str = "", step: str = "A ste
     if time.is_bound_by_host:
         busy = time.gpu_seconds / time.seconds
         yield f"  The host limits it: the GPU is busy for {busy:.0%} of the time ({time.host_basis})."
+    if time.communication is not None:
+        yield f"  {_communication(time, time.communication)}"
     parts = [f"{name} {share:.0%}" for name, share in shares_by_name(time)[:_SHOWN]]
     yield f"  Of the GPU's time: {', '.join(parts)}. {time.basis[:1].upper()}{time.basis[1:]}."
 
@@ -58,6 +62,13 @@ def shares_by_name(time: StepTime) -> list[tuple[str, float]]:
         name = KINDS.get(plain, plain.replace("_", " "))
         sums[name] = sums.get(name, 0.0) + kind.seconds / total
     return sorted(sums.items(), key=lambda each: -each[1])
+
+
+def _communication(time: StepTime, shared: CommunicationTime) -> str:
+    alone, exposed = format_seconds(shared.seconds), shared.exposed / time.seconds
+    where = f"{exposed:.0%} of the step waits for them" if exposed >= _SEEN else "other work hides them"
+    sure = f"{shared.basis[:1].upper()}{shared.basis[1:]}"
+    return f"Collectives of {shared.ranks} ranks take {alone}: {where}. {sure}."
 
 
 def _rate(time: StepTime) -> str:

@@ -374,10 +374,10 @@ bool free_managed(void *pointer); /* false: it is not managed memory, and was le
 /* copies.c: a device-to-device copy whose ranges are known (collectives over one rank). */
 void copy_on_device(uint64_t to, uint64_t from, uint64_t size);
 
-/* stream_captures.c: whether any stream is being captured; a node was added to the capture of a stream, if
+/* stream_captures.c: whether any stream is being captured; work was issued on a stream: a node of its capture, if
  * there is one. */
 bool any_capture(void);
-void note_captured_node(const void *stream);
+void note_stream_work(const void *stream);
 
 /* synchronization.c */
 void synchronize_everything(void);

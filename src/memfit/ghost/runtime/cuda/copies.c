@@ -82,21 +82,21 @@ API status cudaMemcpy(void *to, const void *from, size_t size, int kind) { retur
 
 API status cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream)
 {
-    note_captured_node(stream);
+    note_stream_work(stream);
     return copy(to, from, size);
 }
 
 API status cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t size,
                                void *stream)
 {
-    note_captured_node(stream);
+    note_stream_work(stream);
     return copy(to, from, size);
 }
 
 API status cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                              size_t height, int kind, void *stream)
 {
-    note_captured_node(stream);
+    note_stream_work(stream);
     if (width == 0 || height == 0)
         return SUCCESS;
     if (width > to_pitch || width > from_pitch)
@@ -139,7 +139,7 @@ API status cudaMemset(void *to, int byte, size_t size) { return fill(to, byte, s
 
 API status cudaMemsetAsync(void *to, int byte, size_t size, void *stream)
 {
-    note_captured_node(stream);
+    note_stream_work(stream);
     return fill(to, byte, size);
 }
 
@@ -164,7 +164,7 @@ API status cuMemsetD32Async(uint64_t to, unsigned value, size_t count, void *str
     unsigned char byte = (unsigned char)value;
     if (value == byte * 0x01010101u)
         return cudaMemsetAsync((void *)to, byte, count * sizeof value, stream);
-    note_captured_node(stream);
+    note_stream_work(stream);
     forget(to, count * sizeof value);
     return SUCCESS;
 }

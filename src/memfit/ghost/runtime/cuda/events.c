@@ -1,5 +1,6 @@
 /* Events: when each was recorded, on which capture, and whether a test still holds it. */
 #include "cuda/stream_captures.h"
+#include "cuda/stream_marks.h"
 
 #include <time.h>
 
@@ -36,6 +37,7 @@ API status cudaEventRecord(struct event *event, void *stream)
     event->work = work_so_far();
     event->ticket = take_ticket();
     event->stream = stream;
+    mark("record:%p:%p", (void *)event, stream);
     return SUCCESS;
 }
 
@@ -78,6 +80,7 @@ API status cudaStreamWaitEvent(void *stream, void *handle, unsigned flags)
     /* Waiting for an event of a capturing stream draws this one into the capture. */
     const struct event *event = handle;
     stream_waits(stream, event->stream, event->ticket);
+    mark("wait:%p:%p", handle, stream);
     if (event->capture && capture_is_active(event->capture))
         stream_join_capture(stream, event->capture);
     return SUCCESS;

@@ -8,7 +8,7 @@
 static status launched(const void *stream)
 {
     COUNT(launches);
-    note_captured_node(stream);
+    note_stream_work(stream);
     forget_everything();
     return SUCCESS;
 }

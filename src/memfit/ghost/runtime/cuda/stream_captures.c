@@ -4,6 +4,7 @@
  * (allocations with that id go to the graph's private pool), and whether the captured graph has nodes.
  */
 #include "cuda/stream_captures.h"
+#include "cuda/stream_marks.h"
 
 #define MOST_CAPTURES 64
 
@@ -53,8 +54,9 @@ void stream_join_capture(void *handle, uint64_t capture)
         stream->capture = capture;
 }
 
-void note_captured_node(const void *stream)
+void note_stream_work(const void *stream)
 {
+    mark_stream(stream);
     uint64_t id = any_capture() ? stream_capture(stream) : 0;
     if (id == 0)
         return;

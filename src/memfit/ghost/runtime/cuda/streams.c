@@ -38,7 +38,7 @@ ENTRY(cudaStreamAddCallback(void *stream, void (*callback)(void *, status, void 
 
 API status cudaLaunchHostFunc(void *stream, void (*function)(void *), void *data)
 {
-    note_captured_node(stream);
+    note_stream_work(stream);
     if (!stream_capture(stream)) /* in a graph it runs when the graph does, which it never does */
         function(data);
     return SUCCESS;
@@ -48,7 +48,7 @@ ALSO(cuLaunchHostFunc, cudaLaunchHostFunc)
 
 API status cuStreamWriteValue32_v2(void *stream, uint64_t address, uint32_t value, unsigned flags)
 {
-    note_captured_node(stream);
+    note_stream_work(stream);
     forget(address, sizeof value);
     return SUCCESS;
 }

@@ -5,6 +5,7 @@
  * memory, allocated outside PyTorch, is part of the CUDA context's.
  */
 #include "core/ghost.h"
+#include "cuda/stream_marks.h"
 
 #include <string.h>
 
@@ -14,7 +15,7 @@ struct blas_handle {
 };
 
 HANDLE(cublasCreate_v2, cublasDestroy_v2, struct blas_handle)
-ENTRY(cublasSetStream_v2(struct blas_handle *handle, void *stream), handle->stream = stream)
+ENTRY(cublasSetStream_v2(struct blas_handle *handle, void *stream), mark_stream(handle->stream = stream))
 ENTRY(cublasGetStream_v2(struct blas_handle *handle, void **stream), *stream = handle->stream)
 ENTRY(cublasGetMathMode(struct blas_handle *handle, int *mode), *mode = handle->math_mode)
 ENTRY(cublasSetMathMode(struct blas_handle *handle, int mode), handle->math_mode = mode)

@@ -1,5 +1,6 @@
 /* cuDNN: handles, descriptors, and how a question about a size is written. cudnn.h lists the other files. */
 #include "libraries/cudnn.h"
+#include "cuda/stream_marks.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -36,7 +37,7 @@ struct dnn_handle {
 };
 
 HANDLE(cudnnCreate, cudnnDestroy, struct dnn_handle)
-ENTRY(cudnnSetStream(struct dnn_handle *handle, void *stream), handle->stream = stream)
+ENTRY(cudnnSetStream(struct dnn_handle *handle, void *stream), mark_stream(handle->stream = stream))
 ENTRY(cudnnGetStream(struct dnn_handle *handle, void **stream), *stream = handle->stream)
 
 /* ---- Descriptors that are never read --------------------------------------------------------- */

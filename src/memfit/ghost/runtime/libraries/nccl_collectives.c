@@ -1,5 +1,6 @@
 /* NCCL: collectives, sends and receives. */
 #include "libraries/nccl.h"
+#include "cuda/stream_marks.h"
 
 #include <string.h>
 
@@ -13,7 +14,7 @@ static uint64_t bytes_of(uint64_t count, int type)
 static status move(void *to, const void *from, uint64_t bytes, bool exact, const void *stream)
 {
     COUNT(library_calls);
-    note_captured_node(stream);
+    note_stream_work(stream);
     if (exact)
         copy_on_device((uint64_t)to, (uint64_t)from, bytes);
     else
@@ -22,6 +23,19 @@ static status move(void *to, const void *from, uint64_t bytes, bool exact, const
 }
 
 static bool alone(const struct communicator *communicator) { return communicator->ranks == 1; }
+
+static _Thread_local int groups; /* that the calling thread has begun, one inside of the other */
+
+/* Mark what is asked of NCCL: elements sent and received, of a type. One kernel runs what a group has. */
+static void mark_call(const char *name, uint64_t sent, uint64_t received, int type,
+                      const struct communicator *communicator, const void *stream)
+{
+    if (alone(communicator))
+        return;
+    mark("nccl:%s:%lu:%lu:%d:%d:%p", name, sent, received, type, communicator->ranks, stream);
+    if (groups == 0)
+        mark("launch");
+}
 
 /* Whether the ranks exchange buffers of this many bytes. It must not depend on what one of them knows. */
 static bool exchanges(const struct communicator *communicator, uint64_t bytes)
@@ -62,7 +76,7 @@ static status receive_from_all(void *to, const void *from, uint64_t bytes, struc
     if (alone(communicator) || ranks_exist() || total > LONGEST_REMEMBERED)
         return move(to, from, total, alone(communicator), stream);
     COUNT(library_calls);
-    note_captured_node(stream);
+    note_stream_work(stream);
     for (uint64_t at = 0; at < total; at += bytes)
         if ((uint64_t)to + at != (uint64_t)from) /* in place: this rank's part is there already */
             copy_on_device((uint64_t)to + at, (uint64_t)from, bytes);
@@ -95,6 +109,7 @@ static status reduce(const void *send, void *receive, uint64_t bytes, int operat
 API status ncclAllReduce(const void *send, void *receive, size_t count, int type, int operation,
                          struct communicator *communicator, void *stream)
 {
+    mark_call("all_reduce", count, count, type, communicator, stream);
     communicator_reduces(communicator->memory);
     return reduce(send, receive, bytes_of(count, type), operation, communicator, stream);
 }
@@ -102,6 +117,7 @@ API status ncclAllReduce(const void *send, void *receive, size_t count, int type
 API status ncclReduce(const void *send, void *receive, size_t count, int type, int operation, int root,
                       struct communicator *communicator, void *stream)
 {
+    mark_call("reduce", count, count, type, communicator, stream);
     communicator_collects(communicator->memory);
     if (communicator->rank != root) /* only the root receives */
         return wait_for_ranks(bytes_of(count, type), communicator);
@@ -111,6 +127,8 @@ API status ncclReduce(const void *send, void *receive, size_t count, int type, i
 API status ncclReduceScatter(const void *send, void *receive, size_t receive_count, int type, int operation,
                              struct communicator *communicator, void *stream)
 {
+    mark_call("reduce_scatter", receive_count * (uint64_t)communicator->ranks, receive_count, type,
+              communicator, stream);
     communicator_collects(communicator->memory);
     return reduce(send, receive, bytes_of(receive_count, type), operation, communicator, stream);
 }
@@ -118,6 +136,7 @@ API status ncclReduceScatter(const void *send, void *receive, size_t receive_cou
 API status ncclBroadcast(const void *send, void *receive, size_t count, int type, int root,
                          struct communicator *communicator, void *stream)
 {
+    mark_call("broadcast", count, count, type, communicator, stream);
     communicator_collects(communicator->memory);
     uint64_t bytes = bytes_of(count, type);
     bool is_root = communicator->rank == root;
@@ -143,6 +162,8 @@ API status ncclBcast(void *buffer, size_t count, int type, int root, struct comm
 API status ncclAllGather(const void *send, void *receive, size_t send_count, int type,
                          struct communicator *communicator, void *stream)
 {
+    mark_call("all_gather", send_count, send_count * (uint64_t)communicator->ranks, type, communicator,
+              stream);
     communicator_collects(communicator->memory);
     return receive_from_all(receive, send, bytes_of(send_count, type), communicator, stream);
 }
@@ -150,6 +171,8 @@ API status ncclAllGather(const void *send, void *receive, size_t send_count, int
 API status ncclAlltoAll(const void *send, void *receive, size_t count, int type,
                         struct communicator *communicator, void *stream)
 {
+    uint64_t all = count * (uint64_t)communicator->ranks;
+    mark_call("all_to_all", all, all, type, communicator, stream);
     communicator_sends(communicator->memory, 0, communicator->ranks);
     communicator_receives(communicator->memory, 0, communicator->ranks);
     uint64_t bytes = bytes_of(count, type), total = bytes * (uint64_t)communicator->ranks;
@@ -163,6 +186,7 @@ API status ncclAlltoAll(const void *send, void *receive, size_t count, int type,
 API status ncclGather(const void *send, void *receive, size_t count, int type, int root,
                       struct communicator *communicator, void *stream)
 {
+    mark_call("gather", count, count * (uint64_t)communicator->ranks, type, communicator, stream);
     if (communicator->rank != root) {
         communicator_sends(communicator->memory, root, 1);
         uint64_t bytes = bytes_of(count, type);
@@ -188,8 +212,10 @@ static struct message next_message(struct communicator *communicator, int peer, 
 API status ncclSend(const void *send, size_t count, int type, int peer, struct communicator *communicator,
                     void *stream)
 {
+    if (peer != communicator->rank)
+        mark_call("send", count, 0, type, communicator, stream);
     communicator_sends(communicator->memory, peer, 1);
-    note_captured_node(stream);
+    note_stream_work(stream);
     struct message next = next_message(communicator, peer, true);
     uint64_t bytes = bytes_of(count, type);
     if (exchanges(communicator, bytes) && !send_message(&next, (uint64_t)send, bytes))
@@ -200,6 +226,8 @@ API status ncclSend(const void *send, size_t count, int type, int peer, struct c
 API status ncclRecv(void *receive, size_t count, int type, int peer, struct communicator *communicator,
                     void *stream)
 {
+    if (peer != communicator->rank)
+        mark_call("recv", 0, count, type, communicator, stream);
     communicator_receives(communicator->memory, peer, 1);
     struct message next = next_message(communicator, peer, false);
     uint64_t bytes = bytes_of(count, type);
@@ -211,5 +239,11 @@ API status ncclRecv(void *receive, size_t count, int type, int peer, struct comm
 }
 
 /* A group writes nothing that its calls have not: what they received is still on record. */
-API status ncclGroupStart(void) { return SUCCESS; }
-API status ncclGroupEnd(void) { return SUCCESS; }
+ENTRY(ncclGroupStart(void), groups++)
+
+API status ncclGroupEnd(void)
+{
+    if (groups > 0 && --groups == 0)
+        mark("launch");
+    return SUCCESS;
+}
