@@ -2,8 +2,9 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from memfit.devices import Device, find_device
 from memfit.errors import UnknownDeviceError
@@ -20,8 +21,9 @@ from memfit.records import (
     WholeStep,
 )
 from memfit.timing.collective_times import why_time_is_unknown as why_unknown_on_machine
-from memfit.timing.kernel_times import KernelTime, KernelTimes
+from memfit.timing.kernel_times import KernelFactor, KernelTime, KernelTimes
 from memfit.timing.kernel_work import work_of
+from memfit.timing.measured_kernels import saved_kernel_factors
 from memfit.timing.saved_host_times import saved_host_times
 from memfit.timing.step_timeline import QueuedWork, step_timeline
 
@@ -38,7 +40,8 @@ def step_time_of_trace(trace: Trace) -> StepTime | None:
         device = find_device(trace.device.name)
     except UnknownDeviceError:  # of a newer memfit's table
         return None
-    return step_time(trace.step, trace.labels, device, host_times_of_trace(trace))
+    factors = saved_kernel_factors(device, trace.versions.get("torch", ""))
+    return step_time(trace.step, trace.labels, device, host_times_of_trace(trace), factors=factors)
 
 
 def why_step_time_is_unknown(trace: Trace) -> str:
@@ -71,6 +74,7 @@ def step_time(
     host: HostTimes = ASSUMED_HOST_TIMES,
     *,
     without_own: bool = False,
+    factors: Mapping[str, KernelFactor] = MappingProxyType({}),
 ) -> StepTime | None:
     """Return how long a recorded step takes on a card; None if that is not known.
 
@@ -83,10 +87,11 @@ def step_time(
         device: the card.
         host: what its host takes.
         without_own: pretend that nobody measured this card.
+        factors: by kind of kernel, as measured on this card.
     """
     if step.replayed:  # the kernels of the script's own CUDA graphs are not among the operations
         return None
-    kernels = KernelTimes(device, tf32=step.tf32, without_own=without_own)
+    kernels = KernelTimes(device, tf32=step.tf32, without_own=without_own, factors=factors)
     times = [kernels.of(operation) for operation in step.operations]
     queue = _queue(step, times, seconds_to_issue(step, labels, host))
     timeline = step_timeline(queue)
