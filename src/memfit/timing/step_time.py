@@ -2,8 +2,9 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from memfit.devices import Device, find_device
 from memfit.errors import UnknownDeviceError
@@ -20,8 +21,9 @@ from memfit.records import (
     WholeStep,
 )
 from memfit.timing.collective_times import why_time_is_unknown as why_unknown_on_machine
-from memfit.timing.kernel_times import KernelTime, KernelTimes
+from memfit.timing.kernel_times import KernelFactor, KernelTime, KernelTimes
 from memfit.timing.kernel_work import work_of
+from memfit.timing.measured_kernels import saved_kernel_factors
 from memfit.timing.saved_host_times import saved_host_times
 from memfit.timing.step_timeline import QueuedWork, StepTimeline, step_timeline
 
@@ -46,7 +48,8 @@ def step_time_of_trace(trace: Trace) -> StepTime | None:
     device = _device_of(trace)
     if trace.step is None or device is None:
         return None
-    return step_time(trace.step, trace.labels, device, host_times_of_trace(trace))
+    factors = saved_kernel_factors(device, trace.versions.get("torch", ""))
+    return step_time(trace.step, trace.labels, device, host_times_of_trace(trace), factors=factors)
 
 
 def simulated_step_of_trace(trace: Trace) -> SimulatedStep | None:
@@ -54,7 +57,9 @@ def simulated_step_of_trace(trace: Trace) -> SimulatedStep | None:
     device = _device_of(trace)
     if trace.step is None or device is None or trace.step.replayed:
         return None
-    return simulated_step(trace.step, trace.labels, device, host_times_of_trace(trace))
+    factors = saved_kernel_factors(device, trace.versions.get("torch", ""))
+    kernels = KernelTimes(device, tf32=trace.step.tf32, factors=factors)
+    return simulated_step(trace.step, trace.labels, kernels, host_times_of_trace(trace))
 
 
 def _device_of(trace: Trace) -> Device | None:
@@ -97,6 +102,7 @@ def step_time(
     host: HostTimes = ASSUMED_HOST_TIMES,
     *,
     without_own: bool = False,
+    factors: Mapping[str, KernelFactor] = MappingProxyType({}),
 ) -> StepTime | None:
     """Return how long a recorded step takes on a card; None if that is not known.
 
@@ -109,10 +115,12 @@ def step_time(
         device: the card.
         host: what its host takes.
         without_own: pretend that nobody measured this card.
+        factors: by kind of kernel, as measured on this card.
     """
     if step.replayed:  # the kernels of the script's own CUDA graphs are not among the operations
         return None
-    simulated = simulated_step(step, labels, device, host, without_own=without_own)
+    kernels = KernelTimes(device, tf32=step.tf32, without_own=without_own, factors=factors)
+    simulated = simulated_step(step, labels, kernels, host)
     times, queue, timeline = simulated.times, simulated.queue, simulated.timeline
     if not timeline.seconds:
         return None
@@ -163,15 +171,9 @@ def step_time(
 
 
 def simulated_step(
-    step: WholeStep,
-    labels: Sequence[EventLabel],
-    device: Device,
-    host: HostTimes,
-    *,
-    without_own: bool = False,
+    step: WholeStep, labels: Sequence[EventLabel], kernels: KernelTimes, host: HostTimes
 ) -> SimulatedStep:
     """Return what each operation of a step takes, and when; the arguments are those of ``step_time``."""
-    kernels = KernelTimes(device, tf32=step.tf32, without_own=without_own)
     times = tuple(kernels.of(operation) for operation in step.operations)
     after: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
     for place, before in step.after:

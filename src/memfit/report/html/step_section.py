@@ -96,7 +96,7 @@ def _chart(
         yield f'<p class="key legend"><span>{what}:</span>{items}</p>'
     yield (
         f'<p class="hint">One step, simulated. A bar is {format_seconds(whole / _COLUMNS)} wide: its colour '
-        f"says what takes most of that, its height which share is busy. Seconds of the host: {host_basis}.</p>"
+        f"says what takes most of that, its height which share is busy. The host: {host_basis}.</p>"
     )
 
 
