@@ -111,9 +111,8 @@ def test_what_was_measured_is_kept_for_this_card_and_this_torch():
     times = KernelTimes(H100, factors=kernel_factors(MEASURED, H100))
     assert kernel_time_estimator(H100, TORCH)(product(512)) == times.of(product(512)).seconds
     step, labels = WholeStep((product(8192),), (0,), (0,)), (EventLabel(Phase.FORWARD, "", "", -1),)
-    trace = SimpleNamespace(
-        step=step, labels=labels, device=SimpleNamespace(name=H100.name), versions={"torch": TORCH}
-    )
+    device, versions = SimpleNamespace(name=H100.name), {"torch": TORCH}
+    trace = SimpleNamespace(step=step, labels=labels, device=device, versions=versions, rank=None)
     assert step_time_of_trace(trace).basis == "measured on this card"
     assert saved_kernel_factors(H100, "2.13.0") == saved_kernel_factors(find_device("A100"), TORCH) == {}
     kernel_times_file(H100.name, TORCH).write_text("{")
