@@ -112,7 +112,11 @@ def test_what_was_measured_is_kept_for_this_card_and_this_torch():
     assert kernel_time_estimator(H100, TORCH)(product(512)) == times.of(product(512)).seconds
     step, labels = WholeStep((product(8192),), (0,), (0,)), (EventLabel(Phase.FORWARD, "", "", -1),)
     trace = SimpleNamespace(
-        step=step, labels=labels, device=SimpleNamespace(name=H100.name), versions={"torch": TORCH}
+        step=step,
+        labels=labels,
+        device=SimpleNamespace(name=H100.name),
+        versions={"torch": TORCH},
+        rank=None,
     )
     assert step_time_of_trace(trace).basis == "measured on this card"
     assert saved_kernel_factors(H100, "2.13.0") == saved_kernel_factors(find_device("A100"), TORCH) == {}
