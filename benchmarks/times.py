@@ -49,6 +49,7 @@ class TimedRow:
     per: int = 1
     ghost: str = ""
     memory: str = ""
+    plan: str = ""
     allocated: int | None = None
     within: float = 0.05
     pair: tuple[str, ...] = ()
@@ -64,8 +65,9 @@ class TimedRow:
     def job(self) -> tuple[str, ...]:
         """The options of the dry run, the script and its arguments."""
         memory = ("--memory", self.memory) if self.memory else ()
+        plan = ("--plan", str(HERE / "times" / "plans" / self.plan)) if self.plan else ()
         script = str((HERE / "times" / self.script).resolve())
-        return ("--gpu", self.ghost or self.card, *memory, "--", script, *shlex.split(self.run))
+        return ("--gpu", self.ghost or self.card, *memory, *plan, "--", script, *shlex.split(self.run))
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def read_rows(chosen: str = "") -> tuple[tuple[TimedRow, ...], list[dict[str, An
 
 
 def _file_name(row: TimedRow) -> str:
-    named = f"{row.ghost or row.card} {row.memory} {Path(row.script).name} {row.run}"
+    named = f"{row.ghost or row.card} {row.memory} {Path(row.script).name} {row.run}{row.plan}"
     return re.sub(r"[^\w.]+", "-", named)
 
 
@@ -151,7 +153,7 @@ def ask_peer(row: TimedRow, folder: Path) -> float | None:
     It is a dispatch mode, under which nothing is compiled, and knows three of these cards.
     """
     card = _PEERS_CARDS.get(row.card)
-    if card is None or "--compile" in row.run:
+    if card is None or row.plan or "--compile" in row.run:
         return None
     kept = folder / f"{_file_name(row)}.peer"
     if not kept.exists():
@@ -245,7 +247,7 @@ def markdown(results: Sequence[TimedResult], sources: Iterable[Mapping[str, Any]
         if memory is not None:
             bytes_ = f"{memory:+.2%}"
         plain = f"{result.roofline / row.seconds - 1:+.1%}"
-        script = f"{Path(row.script).name} {row.run}"
+        script = " ".join(filter(None, (Path(row.script).name, row.run, row.plan)))
         rows.append((row.source, row.card, script, *times, between, plain, bytes_))
     columns = (
         "source",
@@ -285,7 +287,7 @@ def markdown(results: Sequence[TimedResult], sources: Iterable[Mapping[str, Any]
             "lrrrrrr",
             summary(results),
         ),
-        table(("on the same rows", "rows", "median error", "signed"), "lrrr", peers),
+        *([table(("on the same rows", "rows", "median error", "signed"), "lrrr", peers)] if peers else []),
         table(("technique, time per sample", "published", "predicted"), "lrr", pairs),
         "\n".join(cited),
     )
@@ -302,7 +304,9 @@ def measure(
         found = predict(trace, row, without_own=without_own)
         peer = ask_peer(row, folder) if with_peer else None
         results.append(result := TimedResult(row, *found, allocated, peer))
-        print(f"{row.source} {row.card} {row.run}: {result.error:+.1%}", file=sys.stderr, flush=True)
+        print(
+            f"{row.source} {row.card} {row.run} {row.plan}: {result.error:+.1%}", file=sys.stderr, flush=True
+        )
     return results
 
 
