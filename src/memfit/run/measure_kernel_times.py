@@ -27,7 +27,7 @@ def measure_kernel_times() -> KernelMeasurement:
     card = detect_card("time kernels")
     if card.rehearsal:
         raise UnsuitableEnvironmentError(
-            "Cannot time kernels on no real device: memfit's ghost stands in for the GPU, and runs none. "
+            "Cannot time kernels without a real device: memfit's ghost stands in for the GPU, and runs none. "
             "Use a machine with a GPU."
         )
     device = find_device(card.name)
