@@ -27,7 +27,7 @@ from memfit.records import (
 )
 from memfit.run import measure_kernel_times as measuring
 from memfit.timing.kernel_times import Basis, KernelFactor, KernelTimes
-from memfit.timing.measured_kernels import kernel_factors, kernel_times_file, saved_kernel_factors
+from memfit.timing.saved_kernel_factors import kernel_factors, kernel_times_file, saved_kernel_factors
 from memfit.timing.step_time import step_time, step_time_of_trace
 from support.traces import trace_of
 
