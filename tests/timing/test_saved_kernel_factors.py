@@ -27,7 +27,7 @@ from memfit.records import (
 )
 from memfit.run import measure_kernel_times as measuring
 from memfit.timing.kernel_times import Basis, KernelFactor, KernelTimes
-from memfit.timing.measured_kernels import kernel_factors, kernel_times_file, saved_kernel_factors
+from memfit.timing.saved_kernel_factors import kernel_factors, kernel_times_file, saved_kernel_factors
 from memfit.timing.step_time import step_time, step_time_of_trace
 from support.traces import trace_of
 
@@ -124,7 +124,7 @@ def test_what_was_measured_is_kept_for_this_card_and_this_torch():
 
 def test_the_ghost_and_unknown_cards_are_not_timed(card, monkeypatch):
     monkeypatch.setattr(measuring, "detect_card", lambda _: replace(card, rehearsal=True))
-    with pytest.raises(UnsuitableEnvironmentError, match="no real device: memfit's ghost"):
+    with pytest.raises(UnsuitableEnvironmentError, match="without a real device: memfit's ghost"):
         measuring.measure_kernel_times()
     monkeypatch.setattr(measuring, "detect_card", lambda _: replace(card, name="Another card"))
     with pytest.raises(UnknownDeviceError, match="Another card"):
