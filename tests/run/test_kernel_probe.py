@@ -7,7 +7,7 @@ from memfit.devices import find_device
 from memfit.records import KernelMeasurement
 from memfit.run.kernel_probe import operations_of, seconds_of_run, time_kernels
 from memfit.run.kernels_to_time import Kernels
-from memfit.timing.measured_kernels import kernel_factors
+from memfit.timing.saved_kernel_factors import kernel_factors
 
 ON_CPU = Kernels(torch.device("cpu"), (torch.bfloat16,), tf32=True, shrink=4096)
 

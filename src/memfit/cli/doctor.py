@@ -61,7 +61,7 @@ def _measure_time() -> int:
     from memfit.report.terminal.doctor import kernel_toml_lines, print_host_times, print_kernel_times
     from memfit.run.measure_host_times import measure_host_times
     from memfit.run.measure_kernel_times import measure_kernel_times
-    from memfit.timing.measured_kernels import kernel_factors, kernel_times_file
+    from memfit.timing.saved_kernel_factors import kernel_factors, kernel_times_file
 
     times = measure_host_times()
     with console_on_stdout() as console:
@@ -77,10 +77,7 @@ def _measure_time() -> int:
         print_kernel_times(measured, factors, console)
     saved = kernel_times_file(card.name, measured.torch)
     print(f"Saved for dry runs for this GPU with this PyTorch version: {saved}", file=sys.stderr)
-    print(
-        "To share it with other users, send that file, or these lines for memfit's kernel_times.toml:",
-        file=sys.stderr,
-    )
+    print("To share it with other users, send that file, or at least these lines:", file=sys.stderr)
     print(kernel_toml_lines(measured, card.name, factors), file=sys.stderr)
     return 0
 

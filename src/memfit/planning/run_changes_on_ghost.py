@@ -12,7 +12,7 @@ from memfit.planning.module_checkpoint_options import FREE
 from memfit.planning.strategy_and_allocator_changes import expandable_segments_change
 from memfit.records import Change, HostUnits, Operation, Phase, PlanRun, ScriptEnd, StepOperations
 from memfit.timing.kernel_times import KernelTimes
-from memfit.timing.measured_kernels import saved_kernel_factors
+from memfit.timing.saved_kernel_factors import saved_kernel_factors
 
 RunAhead = Callable[[Sequence[tuple[Change, str]]], None]
 """Makes runs that a search will or may ask for, given the change and the name of each, side by side."""

@@ -122,12 +122,12 @@ class Kernels:
             ):
                 yield _forward(f"{of}, {what}", function, *[x] * count)
         for channels, size in ((64, 56), (1024, 14)):
-            images = partial(self._tensor, 64, channels, size, size, dtype=dtype)
+            images = partial(self._tensor, 256, channels, size, size, dtype=dtype)
             ones = partial(self._ones, channels, dtype=torch.float32)
             what = f"batch norm of {channels} x {size} x {size}, {name}"
             yield from _both_ways(what, _batch_norm, images, ones, ones)
         for vocabulary, width in ((50304, 768), (32000, 4096)):
-            known, count = vocabulary // self.shrink, 8192 // self.shrink
+            known, count = vocabulary // self.shrink, (1 << 26) // width // self.shrink
             indices = torch.randint(known, (count,), device=self.device)
             table = partial(self._tensor, vocabulary, width, dtype=dtype)
             what = f"embedding of {vocabulary} x {width}, {name}"

@@ -10,7 +10,7 @@ from memfit.devices import find_device
 from memfit.errors import TargetError, UnsuitableEnvironmentError
 from memfit.python_command import command_running_module
 from memfit.records import KernelMeasurement
-from memfit.timing.measured_kernels import kernel_times_file
+from memfit.timing.saved_kernel_factors import kernel_times_file
 
 _TIMEOUT = 120  # seconds; the process stops timing after 40
 _LAST_LINES = 5
@@ -27,7 +27,7 @@ def measure_kernel_times() -> KernelMeasurement:
     card = detect_card("time kernels")
     if card.rehearsal:
         raise UnsuitableEnvironmentError(
-            "Cannot time kernels on no real device: memfit's ghost stands in for the GPU, and runs none. "
+            "Cannot time kernels without a real device: memfit's ghost stands in for the GPU, and runs none. "
             "Use a machine with a GPU."
         )
     device = find_device(card.name)

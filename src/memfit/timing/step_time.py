@@ -23,8 +23,8 @@ from memfit.records import (
 from memfit.timing.collective_times import why_time_is_unknown as why_unknown_on_machine
 from memfit.timing.kernel_times import KernelFactor, KernelTime, KernelTimes
 from memfit.timing.kernel_work import work_of
-from memfit.timing.measured_kernels import saved_kernel_factors
 from memfit.timing.saved_host_times import saved_host_times
+from memfit.timing.saved_kernel_factors import saved_kernel_factors
 from memfit.timing.step_timeline import QueuedWork, step_timeline
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

@@ -95,7 +95,7 @@ def print_kernel_times(
 
 
 def kernel_toml_lines(measured: KernelMeasurement, card: str, factors: Mapping[str, KernelFactor]) -> str:
-    """Return a card's factors as lines for ``kernel_times.toml``; they name no person and no machine."""
+    """Return a card's factors as lines of TOML; they name no person and no machine."""
     driver = f", driver {measured.driver}" if measured.driver else ""
     versions = f"torch {measured.torch.partition('+')[0]}, CUDA {measured.cuda}{driver}"
     lines = [

@@ -3,7 +3,6 @@
 import subprocess
 import tomllib
 from dataclasses import replace
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,18 +14,22 @@ from memfit.errors import TargetError, UnknownDeviceError, UnsuitableEnvironment
 from memfit.planning.run_changes_on_ghost import kernel_time_estimator
 from memfit.records import (
     ASSUMED_HOST_TIMES,
+    DeviceUse,
     EventLabel,
+    Figure,
     KernelMeasurement,
     Operand,
     Operation,
     Phase,
+    Provenance,
     TimedKernel,
     WholeStep,
 )
 from memfit.run import measure_kernel_times as measuring
 from memfit.timing.kernel_times import Basis, KernelFactor, KernelTimes
-from memfit.timing.measured_kernels import kernel_factors, kernel_times_file, saved_kernel_factors
+from memfit.timing.saved_kernel_factors import kernel_factors, kernel_times_file, saved_kernel_factors
 from memfit.timing.step_time import step_time, step_time_of_trace
+from support.traces import trace_of
 
 H100 = find_device("H100-80GB")
 TORCH = "2.14.1+cu130"
@@ -111,9 +114,8 @@ def test_what_was_measured_is_kept_for_this_card_and_this_torch():
     times = KernelTimes(H100, factors=kernel_factors(MEASURED, H100))
     assert kernel_time_estimator(H100, TORCH)(product(512)) == times.of(product(512)).seconds
     step, labels = WholeStep((product(8192),), (0,), (0,)), (EventLabel(Phase.FORWARD, "", "", -1),)
-    trace = SimpleNamespace(
-        step=step, labels=labels, device=SimpleNamespace(name=H100.name), versions={"torch": TORCH}
-    )
+    device = DeviceUse(H100.name, *[Figure(0, Provenance.EXACT)] * 2, 0)
+    trace = trace_of([], step=step, labels=labels, device=device, versions={"torch": TORCH})
     assert step_time_of_trace(trace).basis == "measured on this card"
     assert saved_kernel_factors(H100, "2.13.0") == saved_kernel_factors(find_device("A100"), TORCH) == {}
     kernel_times_file(H100.name, TORCH).write_text("{")
@@ -122,7 +124,7 @@ def test_what_was_measured_is_kept_for_this_card_and_this_torch():
 
 def test_the_ghost_and_unknown_cards_are_not_timed(card, monkeypatch):
     monkeypatch.setattr(measuring, "detect_card", lambda _: replace(card, rehearsal=True))
-    with pytest.raises(UnsuitableEnvironmentError, match="no real device: memfit's ghost"):
+    with pytest.raises(UnsuitableEnvironmentError, match="without a real device: memfit's ghost"):
         measuring.measure_kernel_times()
     monkeypatch.setattr(measuring, "detect_card", lambda _: replace(card, name="Another card"))
     with pytest.raises(UnknownDeviceError, match="Another card"):
