@@ -55,7 +55,7 @@ NAMES = {
 
 def predicted(row: Row, fit: dict[str, float]) -> float:
     """Return the seconds that the model gives to a row."""
-    return sum(seconds_of_work(work, row.device, fit) for work in row.works)
+    return sum(seconds_of_work(work, row.device, fit, warm=row.warm) for work in row.works)
 
 
 def errors(rows: list[Row], fit: dict[str, float]) -> list[float]:

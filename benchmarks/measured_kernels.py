@@ -61,6 +61,8 @@ class Row:
     seconds: float
     device: Device
     source: str
+    warm: bool = False
+    """Whether the card had worked for long, on random numbers, as in training."""
 
 
 Rows = dict[tuple[str, str], list[Row]]  # by kind and card
@@ -290,9 +292,15 @@ def estimate_train_time(folder: Path, rows: Rows) -> None:
 
 
 def simumax(folder: Path, rows: Rows) -> None:
-    """Attention's backward on a B200, as shares of its rate with all scores counted."""
+    """Products and attention on a B200, as shares of its rate, all of an attention's scores counted."""
     table = json.loads((folder / "b200_bf16.json").read_text())["accelerator"]["op"]
     device = measured_device("B200")
+    for key, share in table["matmul"]["accurate_efficient_factor"].items():
+        size = {each: int(number) for each, number in re.findall(r"(\w+)=(\d+)", key)}
+        work = matrix("bfloat16", *(size[each] for each in "bmnk"))
+        # 100 of each ran behind each other on random numbers: the power limit lowers the clock.
+        row = Row((work,), work.flops / (2250e12 * share), device, "simumax", warm=True)
+        rows["product_16", "B200"].append(row)
     for kind, name in (("cudnn", "sdp_fwd"), ("cudnn_backward", "sdp_bwd")):
         for key, share in table[name]["accurate_efficient_factor"].items():
             size = {each: int(number) for each, number in re.findall(r"(\w+)=(\d+)", key)}

@@ -50,6 +50,7 @@ class TimedRow:
     ranks: int = 1
     ghost: str = ""
     memory: str = ""
+    plan: str = ""
     allocated: int | None = None
     within: float = 0.05
     pair: tuple[str, ...] = ()
@@ -71,8 +72,10 @@ class TimedRow:
         """The options of the dry run, the script and its arguments."""
         memory = ("--memory", self.memory) if self.memory else ()
         ranks = ("--nproc", str(self.ranks)) if self.ranks > 1 else ()
+        plan = ("--plan", str(HERE / "times" / "plans" / self.plan)) if self.plan else ()
         script = str((HERE / "times" / self.script).resolve())
-        return ("--gpu", self.ghost or self.card, *memory, *ranks, "--", script, *shlex.split(self.run))
+        options = ("--gpu", self.ghost or self.card, *memory, *ranks, *plan)
+        return (*options, "--", script, *shlex.split(self.run))
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,8 @@ def read_rows(chosen: str = "") -> tuple[tuple[TimedRow, ...], list[dict[str, An
 
 
 def _file_name(row: TimedRow) -> str:
-    ranks = f"{row.ranks} ranks" if row.ranks > 1 else ""
-    named = f"{row.ghost or row.card} {row.memory} {Path(row.script).name} {row.run} {ranks}".strip()
+    ranks = f" {row.ranks} ranks" if row.ranks > 1 else ""
+    named = f"{row.ghost or row.card} {row.memory} {Path(row.script).name} {row.run}{row.plan}{ranks}"
     return re.sub(r"[^\w.]+", "-", named)
 
 
@@ -156,10 +159,10 @@ def record(row: TimedRow, folder: Path) -> tuple[Path, int]:
 def ask_peer(row: TimedRow, folder: Path) -> float | None:
     """Return the seconds of a row by PyTorch's RuntimeEstimator, or from the folder; None if it fails.
 
-    It is a dispatch mode, under which nothing is compiled, and knows three of these cards.
+    It is a dispatch mode, under which nothing is compiled, and knows three of these cards, and one rank.
     """
     card = _PEERS_CARDS.get(row.card)
-    if card is None or "--compile" in row.run:
+    if card is None or row.plan or row.ranks > 1 or "--compile" in row.run:
         return None
     kept = folder / f"{_file_name(row)}.peer"
     if not kept.exists():
@@ -261,7 +264,7 @@ def markdown(results: Sequence[TimedResult], sources: Iterable[Mapping[str, Any]
         if memory is not None:
             bytes_ = f"{memory:+.2%}"
         plain = f"{result.roofline / row.seconds - 1:+.1%}"
-        script = f"{Path(row.script).name} {row.run}"
+        script = " ".join(filter(None, (Path(row.script).name, row.run, row.plan)))
         rows.append((row.source, row.cards, script, *times, between, plain, bytes_))
     columns = (
         "source",
@@ -301,7 +304,7 @@ def markdown(results: Sequence[TimedResult], sources: Iterable[Mapping[str, Any]
             "lrrrrrr",
             summary(results),
         ),
-        table(("on the same rows", "rows", "median error", "signed"), "lrrr", peers),
+        *([table(("on the same rows", "rows", "median error", "signed"), "lrrr", peers)] if peers else []),
         table(("technique, time per sample", "published", "predicted"), "lrr", pairs),
         "\n".join(cited),
     )
@@ -318,7 +321,11 @@ def measure(
         found = predict(trace, row, without_own=without_own)
         peer = ask_peer(row, folder) if with_peer else None
         results.append(result := TimedResult(row, *found, allocated, peer))
-        print(f"{row.source} {row.cards} {row.run}: {result.error:+.1%}", file=sys.stderr, flush=True)
+        print(
+            f"{row.source} {row.cards} {row.run} {row.plan}: {result.error:+.1%}",
+            file=sys.stderr,
+            flush=True,
+        )
     return results
 
 

@@ -60,7 +60,7 @@ def test_published_figures_become_seconds_of_a_step(times):
 
 
 def test_errors_intervals_and_ratios(times):
-    first, second = times.read_rows("^own")[0]
+    first, second, *_ = times.read_rows("^own")[0]
     first, second = replace(first, per=16), replace(second, per=32)
     long = times.TimedResult(first, 0.3128 * 1.2, 0.33, 0.4, 0.1564, first.allocated)
     near = times.TimedResult(second, 0.0686 * 0.9, 0.05, 0.07, 0.0343, round(1.02 * second.allocated))
@@ -75,3 +75,15 @@ def test_errors_intervals_and_ratios(times):
         *("all", "2", "15.0%", "20.0%", "50.0%", "+5.0%"),
         "50.0%",
     )
+
+
+def test_a_row_under_a_plan_runs_under_it_and_peers_are_judged_on_their_own_rows(times):
+    (rows, sources) = times.read_rows("^own")
+    planned = next(row for row in rows if row.plan)
+    options = planned.job[: planned.job.index("--")]
+    assert Path(options[options.index("--plan") + 1]).is_file()
+    plain = times.TimedResult(rows[0], 0.3128 * 1.1, 0.3, 0.4, 0.1564, rows[0].allocated, peer=0.3128 * 0.6)
+    text = times.markdown([plain, replace(plain, row=planned, peer=None)], sources)
+    assert "| PyTorch's RuntimeEstimator | 1 | 40.0% | -40.0% |" in text
+    assert "| memfit | 1 | 10.0% | +10.0% |" in text
+    assert "RuntimeEstimator" not in times.markdown([replace(plain, peer=None)], sources)

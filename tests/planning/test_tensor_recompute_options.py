@@ -115,12 +115,12 @@ def test_a_model_inside_of_another_is_named_and_one_that_is_called_twice_is_left
     assert found == [[(("outer",), "tensors")], [(("outer",), "module")]]
 
 
-def test_asking_about_each_operation_takes_time():
+def test_asking_about_each_operation_takes_time_and_making_a_tensor_again_does():
     network = chain(*[torch.sigmoid] * 8)
     memory = StepMemoryModel.of(network.record())
-    plain = tensor_recomputations(memory, second)
-    asked = tensor_recomputations(memory, second, host=HostUnits(watched_operations=0.5))
-    assert [each.seconds - 0.5 * 8 for each in asked] == [each.seconds for each in plain]
+    again = [each.seconds for each in tensor_recomputations(memory, second)]  # operations: of a second each
+    asked = tensor_recomputations(memory, second, host=HostUnits(watched_operations=0.5, replayed_tensors=2))
+    assert [each.seconds for each in asked] == [0.5 * 8 + (1 + 0.5 + 2) * count for count in again]
 
 
 def _same(first, second):

@@ -9,6 +9,7 @@ from pathlib import Path
 from memfit.analysis.trial_result import TrialResult
 from memfit.devices import Device, all_devices, find_device
 from memfit.errors import TargetError, UsageError
+from memfit.ghost.build.torch_install import find_torch
 from memfit.planning.find_plan import find_plan
 from memfit.planning.run_changes_on_ghost import (
     RULE,
@@ -110,7 +111,7 @@ def _plans(
 
         for card in cards:
             device = resolve_ghost_settings(replace(options, gpu=card.name)).device
-            times = kernel_time_estimator(card), host_copy_time_estimator(card)
+            times = kernel_time_estimator(card, find_torch().version), host_copy_time_estimator(card)
             planned = PlannedScript(partial(run_on, device), *times, RULE)
             plan = find_plan(planned, device.total.bytes - options.in_use, allowed)
             plans.append(replace(plan, device=device))

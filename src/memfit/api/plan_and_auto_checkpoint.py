@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.devices import DEFAULT, find_device
 from memfit.errors import UsageError
+from memfit.ghost.build.torch_install import find_torch
 from memfit.planning.find_plan import find_plan
 from memfit.planning.plan_search_base import OnFound, OutOfTimeError
 from memfit.planning.run_changes_on_ghost import (
@@ -251,7 +252,7 @@ def _plan_for(
         runs = RunsAhead(functools.partial(_run_ranks, ranks), shows)
         planned = PlannedScript(
             runs.run,
-            kernel_time_estimator(card),
+            kernel_time_estimator(card, find_torch().version),
             host_copy_time_estimator(card),
             RULE,
             job.world_size,

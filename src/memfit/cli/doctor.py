@@ -22,7 +22,8 @@ def doctor(
             and how several settings change that amount. Later dry runs for this GPU use the measured figure,
             and memfit prints it as lines that you can contribute.
         time: Measure how long this machine's processor takes for Python, PyTorch and autograd in a training
-            step. Later dry runs use the measured times. This needs no GPU.
+            step; and, if the machine has a GPU, how long its kernels take, in less than a minute. Later dry
+            runs use the measured times, and memfit prints those of kernels as lines that you can contribute.
         patches: List every name that memfit replaces in PyTorch and in other libraries while a script runs,
             and whether the versions installed here have it.
     """
@@ -55,12 +56,29 @@ def _measure_context() -> int:
 
 
 def _measure_time() -> int:
-    from memfit.report.terminal.doctor import print_host_times
+    from memfit.devices import find_device
+    from memfit.errors import UnsuitableEnvironmentError
+    from memfit.report.terminal.doctor import kernel_toml_lines, print_host_times, print_kernel_times
     from memfit.run.measure_host_times import measure_host_times
+    from memfit.run.measure_kernel_times import measure_kernel_times
+    from memfit.timing.saved_kernel_factors import kernel_factors, kernel_times_file
 
     times = measure_host_times()
     with console_on_stdout() as console:
         print_host_times(times, console)
+    try:
+        measured = measure_kernel_times()
+    except UnsuitableEnvironmentError as error:
+        print(f"Only the host was measured. {error}", file=sys.stderr)
+        return 0
+    card = find_device(measured.card)
+    factors = kernel_factors(measured, card)
+    with console_on_stdout() as console:
+        print_kernel_times(measured, factors, console)
+    saved = kernel_times_file(card.name, measured.torch)
+    print(f"Saved for dry runs for this GPU with this PyTorch version: {saved}", file=sys.stderr)
+    print("To share it with other users, send that file, or at least these lines:", file=sys.stderr)
+    print(kernel_toml_lines(measured, card.name, factors), file=sys.stderr)
     return 0
 
 

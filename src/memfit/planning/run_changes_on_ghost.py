@@ -12,6 +12,7 @@ from memfit.planning.module_checkpoint_options import FREE
 from memfit.planning.strategy_and_allocator_changes import expandable_segments_change
 from memfit.records import Change, HostUnits, Operation, Phase, PlanRun, ScriptEnd, StepOperations
 from memfit.timing.kernel_times import KernelTimes
+from memfit.timing.saved_kernel_factors import saved_kernel_factors
 
 RunAhead = Callable[[Sequence[tuple[Change, str]]], None]
 """Makes runs that a search will or may ask for, given the change and the name of each, side by side."""
@@ -196,8 +197,12 @@ def replayable_runs_of_ranks(result: TrialResult) -> list[ReplayableRun]:
 RULE = "kernels as others measured them on this card or its nearest relative"
 
 
-def kernel_time_estimator(device: Device) -> Callable[[Operation], float]:
+def kernel_time_estimator(device: Device, torch_version: str = "") -> Callable[[Operation], float]:
     """Return how many seconds an operation takes on a card.
+
+    Args:
+        device: the card.
+        torch_version: with which this machine's measurement of the card counts, if there is one.
 
     >>> from memfit.devices import find_device
     >>> from memfit.records import Operand
@@ -211,7 +216,8 @@ def kernel_time_estimator(device: Device) -> Callable[[Operation], float]:
     >>> 0.4e-3 < kernel_time_estimator(find_device("A100-80GB"))(product) < 0.7e-3
     True
     """
-    times = KernelTimes(device)
+    factors = saved_kernel_factors(device, torch_version) if torch_version else {}
+    times = KernelTimes(device, factors=factors)
     return functools.cache(lambda operation: times.of(operation).seconds)
 
 

@@ -20,7 +20,14 @@ from itertools import groupby
 
 from memfit.planning.module_checkpoint_options import FREE, Seconds, bytes_of_storages, named_operations
 from memfit.planning.step_memory_model import StepMemoryModel
-from memfit.records import LEAST_RECOMPUTED, HostUnits, ModuleCall, StepOperations, is_recomputable_operation
+from memfit.records import (
+    LEAST_RECOMPUTED,
+    HostUnits,
+    ModuleCall,
+    Operation,
+    StepOperations,
+    is_recomputable_operation,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +222,8 @@ def tensor_recomputations(
     Args:
         memory: the plain step.
         seconds: how long an operation takes.
-        host: seconds of noting an operation, as of one under a dispatch mode, and of a tensor that is saved.
+        host: seconds of noting an operation, as of one under a dispatch mode, and of a tensor that is saved;
+            what is made again takes both once more.
     """
     step = memory.step
     if not step.calls or sum(call.parent < 0 for call in step.calls) > 1:
@@ -229,8 +237,13 @@ def tensor_recomputations(
         for is_spread in (False, True)
         for names in _kept_sets(step, always, seconds, is_spread=is_spread)
     ]
+    replaying = host.watched_operations + host.replayed_tensors
+
+    def again(operation: Operation) -> float:
+        return seconds(operation) + replaying
+
     plain = RecomputeSimulation(step, contents, [True] * len(contents.all), seconds).run(step.calls[0])
-    found = [_option(memory, names, seconds, contents, plain) for names in dict.fromkeys(sets)]
+    found = [_option(memory, names, again, contents, plain) for names in dict.fromkeys(sets)]
     model = step.calls[0]
     noting = host.watched_operations * (model.end - model.first)
     noting += host.checkpointed_tensors * (model.end_save - model.first_save)

@@ -55,6 +55,7 @@ from memfit.records.explanation import (
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.graph_dataflow import Dataflow, GraphValue
 from memfit.records.host_times import ASSUMED_HOST_TIMES, MEASURED_OF_HOST, HostTimes, HostUnits
+from memfit.records.kernel_measurement import KernelMeasurement, TimedKernel
 from memfit.records.loader_batches_and_peaks import BatchSize, LoaderScan, MeasuredBatch, PeakByBatchSize
 from memfit.records.max_batch import BatchLimit, BatchRun, MaxBatch
 from memfit.records.own_sharding import OWN_SHARDINGS, OwnSharding, ShardingCalls

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from memfit.devices import Device, find_device
@@ -28,6 +29,7 @@ from memfit.timing.kernel_work import KernelWork, issues_nothing, work_of
 class Basis(StrEnum):
     """What a time rests on, most certain first."""
 
+    MEASURED = "measured on this card"
     CARD = "fitted to measurements of this card"
     RELATIVE = "fitted to measurements of a related card"
     DATA_SHEET = "the card's data sheet, and assumed efficiencies"
@@ -41,12 +43,26 @@ class KernelTime:
     spread: float
     """In nine cases of ten, the real time is at most this share longer, or as many times shorter."""
     basis: Basis
+    kind: str = ""
+    """``product, 16 bits``: whose kernels a measurement of the card corrects alike. Empty for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFactor:
+    """How much longer kernels of a kind take on this card than their formula says."""
+
+    ratio: float
+    spread: float
+    """As in ``KernelTime``."""
+    kernels: int
+    """So many were measured."""
 
 
 COLLECTIVES = {"all_reduce", "all_gather", "all_to_all"}
 NOTHING = KernelTime(0.0, 0.0, Basis.CARD)
 LONG = 1e-4
 """Seconds above which a table's interval is that of long kernels."""
+_PRECISIONS = dict.fromkeys(("bfloat16", "float16"), "16 bits")
 _TENSOR_CORES = {"bfloat16", "float16", "tf32"}
 _STACKED = 2048
 """Bits of a memory bus: only stacked memory (HBM) has more."""
@@ -72,6 +88,7 @@ class KernelTimes:
         device: the card, from ``find_device``.
         tf32: whether matrix products of float32 are computed in TF32, as PyTorch does on request.
         without_own: pretend that nobody measured this card, to see what that costs.
+        factors: by kind, as measured on this card.
 
     >>> from memfit.devices import find_device
     >>> from memfit.records.step_operations import Operand
@@ -83,10 +100,18 @@ class KernelTimes:
     '0.54 ms, fitted to measurements of this card'
     """
 
-    def __init__(self, device: Device, *, tf32: bool = False, without_own: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        tf32: bool = False,
+        without_own: bool = False,
+        factors: Mapping[str, KernelFactor] = MappingProxyType({}),
+    ) -> None:
         self._device = device
         self._tf32 = tf32 and device.fast("tf32")
         self._without_own = without_own
+        self._factors = factors
         self._fits: dict[str, CardFit] = {}
         self._times: dict[tuple[object, ...], KernelTime] = {}
 
@@ -123,7 +148,10 @@ class KernelTimes:
         seconds = seconds_of_work(work, self._device, fit.values, warm=True)
         if work.kind in _ONE_OF_SEVERAL:
             seconds += fit.values["floor"] * max(operation.launches - 1, 0)
-        return KernelTime(seconds, fit.long if seconds > LONG else fit.spread, fit.basis)
+        corrected = work.kind if not work.flops else f"{work.kind}, {_PRECISIONS.get(work.dtype, work.dtype)}"
+        if factor := self._factors.get(corrected):
+            return KernelTime(seconds * factor.ratio, factor.spread, Basis.MEASURED, corrected)
+        return KernelTime(seconds, fit.long if seconds > LONG else fit.spread, fit.basis, corrected)
 
 
 def on_tensor_cores(work: KernelWork) -> KernelWork:

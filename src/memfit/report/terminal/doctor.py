@@ -1,7 +1,7 @@
 """What ``memfit doctor`` finds, and what a process holds on a card stage by stage, on the terminal."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from operator import sub
 
@@ -16,11 +16,13 @@ from memfit.records import (
     CardContextStage,
     EnvironmentCheck,
     HostTimes,
+    KernelMeasurement,
     MachineKind,
     NcclMeasurement,
 )
 from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.layout import plain_table
+from memfit.timing.kernel_times import KernelFactor
 from memfit.units import MIB
 
 _CANNOT_RUN = 3
@@ -77,6 +79,33 @@ def print_host_times(times: HostTimes, console: Console) -> None:
         table.add_row(name.replace("_", " "), f"{1e6 * seconds:.1f}", times.provenance(name))
     console.print(table)
     console.print(Text(f"Measured: {times.source}. Assumed: {ASSUMED_HOST_TIMES.source}.", style="dim"))
+
+
+def print_kernel_times(
+    measured: KernelMeasurement, factors: Mapping[str, KernelFactor], console: Console
+) -> None:
+    """Print by kind of kernel how much longer they took than predicted, and what did not run."""
+    console.print(Text(f"\n{escaped(measured.card)} · torch {escaped(measured.torch)}", style="bold"))
+    table = plain_table("wrrr", "kernels", "timed", "measured / predicted", "nine of ten within")
+    for kind, factor in factors.items():
+        table.add_row(kind, f"{factor.kernels}", f"{factor.ratio:.2f}", f"{factor.spread:.0%}")
+    console.print(table)
+    for each in measured.skipped:
+        console.print(Text(f"not timed: {escaped(each)}", style="dim"))
+
+
+def kernel_toml_lines(measured: KernelMeasurement, card: str, factors: Mapping[str, KernelFactor]) -> str:
+    """Return a card's factors as lines of TOML; they name no person and no machine."""
+    driver = f", driver {measured.driver}" if measured.driver else ""
+    versions = f"torch {measured.torch.partition('+')[0]}, CUDA {measured.cuda}{driver}"
+    lines = [
+        f"[measured.{_quoted(card)}]",
+        f"source = {_quoted(f'memfit doctor --time, {measured.day}, {versions}')}",
+    ]
+    for kind, factor in factors.items():
+        figures = f"ratio = {factor.ratio:.3f}, spread = {factor.spread:.3f}, kernels = {factor.kernels}"
+        lines.append(f"{_quoted(kind)} = {{ {figures} }}")
+    return "\n".join(lines)
 
 
 def context_toml_lines(report: CardContextReport) -> str:
