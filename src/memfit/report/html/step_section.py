@@ -96,7 +96,8 @@ def _chart(
         yield f'<p class="key legend"><span>{what}:</span>{items}</p>'
     yield (
         f'<p class="hint">One step, simulated. A bar is {format_seconds(whole / _COLUMNS)} wide: its colour '
-        f"says what takes most of that, its height which share is busy. The host: {host_basis}.</p>"
+        "says what takes most of that, its height which share is busy. The host's seconds are "
+        f"{host_basis}.</p>"
     )
 
 
