@@ -83,4 +83,5 @@ def _communication(time: StepTime, shared: CommunicationTime) -> str:
 
 def _rate(time: StepTime) -> str:
     rates = {"tokens": time.tokens_per_second, "samples": time.samples_per_second}
-    return next((f": {rate:,.0f} {what}/s" for what, rate in rates.items() if rate), "")
+    of_rank = " a rank" if time.communication else ""
+    return next((f": {rate:,.0f} {what}/s{of_rank}" for what, rate in rates.items() if rate), "")
