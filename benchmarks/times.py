@@ -47,6 +47,7 @@ class TimedRow:
     torch: str
     tf32: bool
     per: int = 1
+    ranks: int = 1
     ghost: str = ""
     memory: str = ""
     plan: str = ""
@@ -62,12 +63,19 @@ class TimedRow:
         return (1 if self.unit == "steps/s" else self.per) / self.published
 
     @property
+    def cards(self) -> str:
+        """The card, and how many of them."""
+        return f"{self.ranks} x {self.card}" if self.ranks > 1 else self.card
+
+    @property
     def job(self) -> tuple[str, ...]:
         """The options of the dry run, the script and its arguments."""
         memory = ("--memory", self.memory) if self.memory else ()
+        ranks = ("--nproc", str(self.ranks)) if self.ranks > 1 else ()
         plan = ("--plan", str(HERE / "times" / "plans" / self.plan)) if self.plan else ()
         script = str((HERE / "times" / self.script).resolve())
-        return ("--gpu", self.ghost or self.card, *memory, *plan, "--", script, *shlex.split(self.run))
+        options = ("--gpu", self.ghost or self.card, *memory, *ranks, *plan)
+        return (*options, "--", script, *shlex.split(self.run))
 
 
 @dataclass(frozen=True)
@@ -122,12 +130,13 @@ def read_rows(chosen: str = "") -> tuple[tuple[TimedRow, ...], list[dict[str, An
             every = {name: value for name, value in {**source, **row}.items() if name in known}
             pair = tuple(every.pop("pair", ()))
             rows.append(TimedRow(source=source["name"], pair=pair, **every))
-    text = {row: f"{row.source} {row.card} {row.script} {row.run}" for row in rows}
+    text = {row: f"{row.source} {row.cards} {row.script} {row.run}" for row in rows}
     return tuple(row for row in rows if re.search(chosen, text[row])), sources
 
 
 def _file_name(row: TimedRow) -> str:
-    named = f"{row.ghost or row.card} {row.memory} {Path(row.script).name} {row.run}{row.plan}"
+    ranks = f" {row.ranks} ranks" if row.ranks > 1 else ""
+    named = f"{row.ghost or row.card} {row.memory} {Path(row.script).name} {row.run}{row.plan}{ranks}"
     return re.sub(r"[^\w.]+", "-", named)
 
 
@@ -150,10 +159,10 @@ def record(row: TimedRow, folder: Path) -> tuple[Path, int]:
 def ask_peer(row: TimedRow, folder: Path) -> float | None:
     """Return the seconds of a row by PyTorch's RuntimeEstimator, or from the folder; None if it fails.
 
-    It is a dispatch mode, under which nothing is compiled, and knows three of these cards.
+    It is a dispatch mode, under which nothing is compiled, and knows three of these cards, and one rank.
     """
     card = _PEERS_CARDS.get(row.card)
-    if card is None or row.plan or "--compile" in row.run:
+    if card is None or row.plan or row.ranks > 1 or "--compile" in row.run:
         return None
     kept = folder / f"{_file_name(row)}.peer"
     if not kept.exists():
@@ -184,7 +193,8 @@ def predict(trace: Path, row: TimedRow, *, without_own: bool) -> tuple[float, fl
         passes = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
         order = zip(step.order, step.labels, strict=True)
         kept = [each for each in order if labels[each[1]].phase in passes]
-        step = replace(step, order=tuple(at for at, _ in kept), labels=tuple(label for _, label in kept))
+        order, places = tuple(at for at, _ in kept), tuple(label for _, label in kept)
+        step = replace(step, order=order, labels=places, after=())
     found = step_time(step, labels, find_device(row.card), without_own=without_own)
     if found is None:
         raise SystemExit(f"{trace}: the time of its step is not known")
@@ -193,6 +203,8 @@ def predict(trace: Path, row: TimedRow, *, without_own: bool) -> tuple[float, fl
 
 def roofline_seconds(step: "WholeStep", device: "Device") -> float:
     """Return the seconds of a step by the data sheet: full arithmetic rate or bandwidth, at least 5 us."""
+    from memfit.timing.collective_times import link_bytes
+
     names = {"float32": "tf32" if step.tf32 else "fp32", "bfloat16": "bf16", "float16": "fp16"}
     seconds = []
     for operation in step.operations:
@@ -200,7 +212,10 @@ def roofline_seconds(step: "WholeStep", device: "Device") -> float:
         wide = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
         moved = operation.moved or sum(prod(each.shape) * wide.get(each.dtype, 1) for each in tensors)
         rate = device.rate(names.get(operation.dtype, operation.dtype))
-        seconds.append(max(operation.flops / rate, moved / device.memory_bandwidth, 5e-6))
+        traffic = moved / device.memory_bandwidth
+        if operation.ranks > 1:
+            traffic = link_bytes(operation) / device.peer_bandwidth
+        seconds.append(max(operation.flops / rate, traffic, 5e-6))
     return sum(seconds[at] for at in step.order)
 
 
@@ -223,10 +238,12 @@ def ratios(results: Iterable[TimedResult]) -> list[Ratio]:
 def summary(results: Sequence[TimedResult]) -> list[tuple[str, ...]]:
     """Return, for each card and for all, the rows, the median and 90 % error, and how many intervals held."""
     by_card: defaultdict[str, list[TimedResult]] = defaultdict(list)
+    every: defaultdict[str, list[TimedResult]] = defaultdict(list)
     for result in results:
-        by_card[result.row.card].append(result)
+        by_card[result.row.cards].append(result)
+        every["all" if result.row.ranks == 1 else "all, several cards"].append(result)
     lines = []
-    for card, found in {**by_card, "all": list(results)}.items():
+    for card, found in {**by_card, **every}.items():
         errors = sorted(abs(result.error) for result in found)
         ninth = errors[max(round(0.9 * len(errors)) - 1, 0)]
         held = sum(result.held for result in found) / len(found)
@@ -248,7 +265,7 @@ def markdown(results: Sequence[TimedResult], sources: Iterable[Mapping[str, Any]
             bytes_ = f"{memory:+.2%}"
         plain = f"{result.roofline / row.seconds - 1:+.1%}"
         script = " ".join(filter(None, (Path(row.script).name, row.run, row.plan)))
-        rows.append((row.source, row.card, script, *times, between, plain, bytes_))
+        rows.append((row.source, row.cards, script, *times, between, plain, bytes_))
     columns = (
         "source",
         "card",
@@ -305,7 +322,9 @@ def measure(
         peer = ask_peer(row, folder) if with_peer else None
         results.append(result := TimedResult(row, *found, allocated, peer))
         print(
-            f"{row.source} {row.card} {row.run} {row.plan}: {result.error:+.1%}", file=sys.stderr, flush=True
+            f"{row.source} {row.cards} {row.run} {row.plan}: {result.error:+.1%}",
+            file=sys.stderr,
+            flush=True,
         )
     return results
 

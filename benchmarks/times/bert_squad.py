@@ -6,6 +6,7 @@ With ``--half``, the model is in float16, and Adam updates a float32 copy of it,
 import argparse
 
 import torch
+from data_parallel import data_parallel
 from transformers import BertConfig, BertForQuestionAnswering
 
 LARGE = {
@@ -33,6 +34,7 @@ def main():
     if args.half:
         masters = [weight.detach().clone() for weight in weights]
         model.half()
+    model = data_parallel(model)
     optimizer = torch.optim.Adam(masters, lr=3e-5, fused=True)
     data = torch.randint(30522, (3 * args.batch_size, 384))
 

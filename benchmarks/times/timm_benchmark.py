@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import timm
 import torch
+from data_parallel import data_parallel
 from timm.layers import set_fused_attn
 from torch import nn
 
@@ -27,7 +28,7 @@ def main():
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
     set_fused_attn(not args.old)
     layout = torch.channels_last if args.channels_last else torch.contiguous_format
-    model = timm.create_model(args.model).to("cuda", memory_format=layout).train()
+    model = data_parallel(timm.create_model(args.model).to("cuda", memory_format=layout).train())
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=1e-4,

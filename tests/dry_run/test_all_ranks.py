@@ -5,6 +5,8 @@ import pytest
 import memfit
 from memfit.errors import UsageError
 from memfit.records import JobRank
+from memfit.timing.step_time import step_time_of_trace
+from memfit.trace.trace_file import read_trace
 from support.scripts import JOIN
 
 pytestmark = pytest.mark.warm
@@ -52,6 +54,28 @@ def test_the_table_lists_every_rank_and_each_keeps_a_trace_of_its_own(dry_run, t
     assert [trace.rank for trace in traces] == [JobRank(rank, 3, 3) for rank in range(3)]
     assert "Traces: rank-{rank}.memfit  (memfit diff rank-2.memfit rank-1.memfit)" in run.err
     assert "Every rank; the rest of this page is about rank 2" in (tmp_path / "ranks.html").read_text()
+
+
+WORKING = f"""{JOIN}
+    held = torch.empty(500 * (1 + rank) << 20, dtype=torch.uint8, device="cuda")
+    layer = torch.nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.ones(64, 64, device="cuda")
+        for _ in range(1 if rank else 20):
+            x = layer(x)
+        x.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_the_time_of_a_step_is_that_of_the_slowest_rank(dry_run, tmp_path):
+    run = dry_run(WORKING, options=("--nproc", "2", "--all-ranks", "-o", "rank-{rank}.memfit"))
+    slow, large = (step_time_of_trace(read_trace(tmp_path / f"rank-{rank}.memfit")) for rank in range(2))
+    assert run.answer["rank"]["rank"] == 1
+    assert run.answer["step_time"]["seconds"] == pytest.approx(slow.seconds)
+    assert slow.seconds > 2 * large.seconds
 
 
 def test_a_rank_that_fails_is_named(dry_run):

@@ -1,5 +1,6 @@
 """Batch slices equal the whole batch: the loss, and the gradients of parameters and inputs."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -246,8 +247,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("slices", [(3, 1), (2, 2), (7, 1)], ids=str)
+FAST = {((3, 1), torch.float32), ((2, 2), torch.float64), ((7, 1), torch.float64)}
+
+
+@pytest.mark.parametrize(
+    ("slices", "dtype"),
+    [
+        pytest.param(*each, marks=() if each in FAST else pytest.mark.slow, id=f"{each[0]}-{each[1]}")
+        for each in product([(3, 1), (2, 2), (7, 1)], LIMITS)
+    ],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_slices_equal_the_whole_batch(name, slices, dtype):
     case = CASES[name]

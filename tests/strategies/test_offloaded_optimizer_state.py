@@ -142,6 +142,7 @@ def test_an_optimizer_whose_parameters_depend_on_each_other_is_refused():
         OffloadedOptimizerState(torch.optim.LBFGS(net().parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.process  # torchao's step is compiled
 def test_quantised_state_moves_as_well(streams):
     pytest.importorskip("torchao")

@@ -29,7 +29,17 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.api.traces import summarize
 from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.planning.advice import find_advice
-from memfit.records import Change, DeviceUse, DryRun, EquivalentRanks, Note, Provenance, ScriptLocation, Trace
+from memfit.records import (
+    Change,
+    DeviceUse,
+    DryRun,
+    EquivalentRanks,
+    Note,
+    Provenance,
+    ScriptLocation,
+    StepTime,
+    Trace,
+)
 from memfit.run.launchers import check_world_size_is_one
 from memfit.run.options import RunOptions
 from memfit.run.parent import PATIENCE, RecordedRun, ScriptProgress, checked_script_argv, run_script
@@ -265,9 +275,10 @@ class _GhostJob:
         one_each = output is not None and RANK in output.name
         unsaved: list[OutputError | None] = []
         largest: FinishedRun | None = None
+        slowest: StepTime | None = None
 
         def run(number: int) -> EquivalentRanks:
-            nonlocal largest
+            nonlocal largest, slowest
             rank = replace(job, rank=number)
 
             def show(progress: ScriptProgress) -> None:
@@ -281,6 +292,8 @@ class _GhostJob:
             if found.result.end.reason == "interrupted":
                 raise KeyboardInterrupt
             unsaved.append(found.unsaved)
+            times = (each for each in (slowest, found.result.step_time) if each is not None)
+            slowest = max(times, key=lambda each: each.seconds, default=None)
             if largest is None or rank_run_sort_key(found.result) > rank_run_sort_key(largest.result):
                 largest = found
             return what_one_rank_holds(number, found.result)
@@ -289,7 +302,8 @@ class _GhostJob:
         if largest is None:
             raise AssertionError  # a job has ranks
         ran = sum(role.rank == rank for rank, role in held.items())
-        result = replace(largest.result, ranks=group_equivalent_ranks(held.items()))
+        roles = group_equivalent_ranks(held.items())
+        result = replace(largest.result, ranks=roles, step_time=largest.result.step_time and slowest)
         if ran < job.world_size:
             text = (
                 f"memfit ran {ran} of the {job.world_size:,} ranks. It assumed that each of the others holds "

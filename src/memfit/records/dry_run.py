@@ -263,7 +263,8 @@ class DryRun(PrintableResult):
     """The loaders whose batches memfit looked through for the one that needs most."""
 
     step_time: StepTime | None = None
-    """How long a training step takes on the device; None if that is not known."""
+    """How long a training step takes on the device, with all ``ranks`` on the slowest; None if that is not
+    known."""
     step_time_unknown: str = ""
     """Why ``step_time`` is None, as a clause; empty if it is not, or if this is no run on the ghost."""
 

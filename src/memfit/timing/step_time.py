@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from memfit.devices import Device, find_device
@@ -25,23 +25,51 @@ from memfit.timing.kernel_times import KernelFactor, KernelTime, KernelTimes
 from memfit.timing.kernel_work import work_of
 from memfit.timing.saved_host_times import saved_host_times
 from memfit.timing.saved_kernel_factors import saved_kernel_factors
-from memfit.timing.step_timeline import QueuedWork, step_timeline
+from memfit.timing.step_timeline import QueuedWork, StepTimeline, step_timeline
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _COMMON = 0.08
 """Spread of whole steps beside that of their kernels: temperature, versions of libraries. Assumed."""
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """A step, operation by operation."""
+
+    times: tuple[KernelTime, ...]
+    """Of each operation of the record."""
+    queue: tuple[QueuedWork, ...]
+    """Of each that ran, in the host's order."""
+    timeline: StepTimeline
+
+
 def step_time_of_trace(trace: Trace) -> StepTime | None:
     """Return how long a training step of a run takes on the device of the run; None if that is not known."""
-    if trace.step is None or _why_not_of_ranks(trace, trace.step):
-        return None
-    try:
-        device = find_device(trace.device.name)
-    except UnknownDeviceError:  # of a newer memfit's table
+    device = _device_of(trace)
+    if trace.step is None or device is None:
         return None
     factors = saved_kernel_factors(device, trace.versions.get("torch", ""))
     return step_time(trace.step, trace.labels, device, host_times_of_trace(trace), factors=factors)
+
+
+def simulated_step_of_trace(trace: Trace) -> SimulatedStep | None:
+    """Return what each operation of a run's step takes, where ``step_time_of_trace`` returns a time."""
+    device = _device_of(trace)
+    if trace.step is None or device is None or trace.step.replayed:
+        return None
+    factors = saved_kernel_factors(device, trace.versions.get("torch", ""))
+    kernels = KernelTimes(device, tf32=trace.step.tf32, factors=factors)
+    return simulated_step(trace.step, trace.labels, kernels, host_times_of_trace(trace))
+
+
+def _device_of(trace: Trace) -> Device | None:
+    """Return the device of a run; None if it takes an unknown time there."""
+    if trace.step is None or _why_not_of_ranks(trace, trace.step):
+        return None
+    try:
+        return find_device(trace.device.name)
+    except UnknownDeviceError:  # of a newer memfit's table
+        return None
 
 
 def why_step_time_is_unknown(trace: Trace) -> str:
@@ -92,9 +120,8 @@ def step_time(
     if step.replayed:  # the kernels of the script's own CUDA graphs are not among the operations
         return None
     kernels = KernelTimes(device, tf32=step.tf32, without_own=without_own, factors=factors)
-    times = [kernels.of(operation) for operation in step.operations]
-    queue = _queue(step, times, seconds_to_issue(step, labels, host))
-    timeline = step_timeline(queue)
+    simulated = simulated_step(step, labels, kernels, host)
+    times, queue, timeline = simulated.times, simulated.queue, simulated.timeline
     if not timeline.seconds:
         return None
     without = step_timeline(_with_collectives(step, queue, lambda _: 0.0))
@@ -115,6 +142,7 @@ def step_time(
         sum(times[n].seconds * times[n].spread for n in computed) / timeline.seconds,
         slower.seconds / timeline.seconds - 1,
         _HOST_SPREAD * max(timeline.seconds - busy, 0.0) / timeline.seconds,
+        _SPREAD_OF_RANKS if shared else 0.0,
     )
     samples, tokens = samples_and_tokens(step, labels)
     return StepTime(
@@ -143,20 +171,27 @@ def step_time(
     )
 
 
-def _queue(step: WholeStep, times: Sequence[KernelTime], issue: Iterable[float]) -> list[QueuedWork]:
+def simulated_step(
+    step: WholeStep, labels: Sequence[EventLabel], kernels: KernelTimes, host: HostTimes
+) -> SimulatedStep:
+    """Return what each operation of a step takes, and when; the arguments are those of ``step_time``."""
+    times = tuple(kernels.of(operation) for operation in step.operations)
     after: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
     for place, before in step.after:
         after[place] += (before,)
-    return [
+    queue = tuple(
         QueuedWork(
-            seconds,
+            issue,
             times[number].seconds,
             step.operations[number].stream,
             step.operations[number].waits,
             after[place],
         )
-        for place, (number, seconds) in enumerate(zip(step.order, issue, strict=True))
-    ]
+        for place, (number, issue) in enumerate(
+            zip(step.order, seconds_to_issue(step, labels, host), strict=True)
+        )
+    )
+    return SimulatedStep(times, queue, step_timeline(queue))
 
 
 def _with_collectives(
@@ -198,6 +233,9 @@ def _shares(parts: Iterable[tuple[str, float]]) -> tuple[TimeShare, ...]:
     return tuple(TimeShare(name, seconds) for name, seconds in longest if seconds)
 
 
+_SPREAD_OF_RANKS = 0.5
+"""Of a step of several ranks besides: one that is late, collectives and kernels that slow each other, links
+unlike those of the tables. Assumed, when 29 published steps had been predicted."""
 _HOST_SPREAD = 0.5
 """Of the host's time; assumed: processors differ as much."""
 

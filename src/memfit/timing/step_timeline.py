@@ -43,6 +43,8 @@ class StepTimeline:
     """How long the host issues work, waits left out."""
     starts: tuple[float, ...]
     """When each operation begins on the GPU."""
+    issued: tuple[float, ...]
+    """When the host has issued each; before 0 if the host is so far ahead."""
 
 
 def step_timeline(work: Iterable[QueuedWork]) -> StepTimeline:
@@ -63,10 +65,12 @@ def step_timeline(work: Iterable[QueuedWork]) -> StepTimeline:
     now, end, before = 0.0, 0.0, 0.0
     free: defaultdict[int, float] = defaultdict(float)
     starts: list[float] = []
+    issued: list[float] = []
     for _ in range(_STEPS):
-        before, starts = end, []
+        before, starts, issued = end, [], []
         for each in queue:
             now += each.issue
+            issued.append(now)
             start = max(
                 now, free[each.stream], *(starts[place] + queue[place].seconds for place in each.after)
             )
@@ -80,4 +84,5 @@ def step_timeline(work: Iterable[QueuedWork]) -> StepTimeline:
     for each in queue:
         busy[each.stream] += each.seconds
     host = sum(each.issue for each in queue)
-    return StepTimeline(end - before, dict(busy), host, tuple(start - before for start in starts))
+    since_before = (tuple(moment - before for moment in each) for each in (starts, issued))
+    return StepTimeline(end - before, dict(busy), host, *since_before)

@@ -8,6 +8,7 @@ from memfit.records import Attribution, DryRun, Timeline, Trace
 from memfit.report.html import static_page_parts
 from memfit.report.html.page_payload import page_payload
 from memfit.report.html.page_text_table import PageTextTable, content_security_policy, read_page_asset
+from memfit.report.html.step_section import step_section_html
 
 _STYLES = ("common.css", "dark.css", "page.css")
 _SCRIPTS = (
@@ -55,6 +56,7 @@ def run_report_html(
         longest=static_page_parts.longest_batches_html(summary, words),
         advice=static_page_parts.advice_html(summary, words),
         terms=static_page_parts.peak_terms_html(summary),
+        step=step_section_html(trace, summary, words),
         notes=static_page_parts.notes_html(summary, words),
         versions=static_page_parts.versions_html(summary, words),
         sums=static_page_parts.layer_sums_html(found.facts),

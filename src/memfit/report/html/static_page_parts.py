@@ -145,7 +145,7 @@ def rank_table_html(result: DryRun, words: PageTextTable) -> str:
     if not result.ranks:
         return ""
     caption = f"Every rank; the rest of this page is about rank {result.ranks[0].rank}"
-    return _ledger("ranks", caption, rank_table(result.ranks), words)
+    return ledger_html("ranks", caption, rank_table(result.ranks), words)
 
 
 def stage_table_html(result: DryRun, words: PageTextTable) -> str:
@@ -153,10 +153,10 @@ def stage_table_html(result: DryRun, words: PageTextTable) -> str:
     if not result.stages:
         return ""
     below = "".join(f"<p>{words.html(text)}</p>" for text in warnings_of_run_stages(result))
-    return _ledger("stages", "Stages of the run", stage_table(result), words) + below
+    return ledger_html("stages", "Stages of the run", stage_table(result), words) + below
 
 
-def _ledger(kind: str, caption: str, table: ReportTable, words: PageTextTable) -> str:
+def ledger_html(kind: str, caption: str, table: ReportTable, words: PageTextTable) -> str:
     """Return a table of figures whose rows are named by their first cell and end with a place."""
     heads = "".join(f'<th scope="col">{heading}</th>' for heading in table.headings)
     rows = []

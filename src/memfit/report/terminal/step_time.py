@@ -25,6 +25,7 @@ KINDS = {
     "transpose": "copies",
     "copy": "copies",
     "fused": "compiled kernels",
+    **dict.fromkeys(("all_reduce", "all_gather", "all_to_all"), "collectives"),
 }
 """What kinds of kernels are called, backward included, where their names do not say it."""
 
@@ -53,13 +54,22 @@ def step_time_lines(time: StepTime | None, unknown: str = "", step: str = "A ste
     yield f"  Of the GPU's time: {', '.join(parts)}. {time.basis[:1].upper()}{time.basis[1:]}."
 
 
+def name_of_kind(kind: str) -> str:
+    """Return what a kind of kernels is called.
+
+    >>> name_of_kind("flash_backward"), name_of_kind("layer_norm")
+    ('attention', 'layer norm')
+    """
+    plain = kind.removesuffix(_BACKWARD)
+    return KINDS.get(plain, plain.replace("_", " "))
+
+
 def shares_by_name(time: StepTime) -> list[tuple[str, float]]:
     """Return the shares of the GPU's time by kind, under the names that users know; largest first."""
     total = sum(each.seconds for each in time.kinds)
     sums: dict[str, float] = {}
     for kind in time.kinds:
-        plain = kind.name.removesuffix(_BACKWARD)
-        name = KINDS.get(plain, plain.replace("_", " "))
+        name = name_of_kind(kind.name)
         sums[name] = sums.get(name, 0.0) + kind.seconds / total
     return sorted(sums.items(), key=lambda each: -each[1])
 
@@ -73,4 +83,5 @@ def _communication(time: StepTime, shared: CommunicationTime) -> str:
 
 def _rate(time: StepTime) -> str:
     rates = {"tokens": time.tokens_per_second, "samples": time.samples_per_second}
-    return next((f": {rate:,.0f} {what}/s" for what, rate in rates.items() if rate), "")
+    of_rank = " a rank" if time.communication else ""
+    return next((f": {rate:,.0f} {what}/s{of_rank}" for what, rate in rates.items() if rate), "")
