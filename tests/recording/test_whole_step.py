@@ -181,3 +181,12 @@ def test_an_observer_whose_file_has_another_format_costs_the_time_only(dry_run):
         "(ValidationError: Object missing required field `nodes`)"
     )
     assert not list(done.folder.glob("memfit-step-*"))
+
+
+def test_a_compiled_graph_without_a_list_of_its_kernels_costs_the_time_only(dry_run, tmp_path):
+    """As of a graph that comes from a cache of the script's own."""
+    cached = "__import__('memfit').recording.recorder._installed[-1]._step._run_graph(print, object(), ())"
+    loop = LOOP.replace("for _ in range(MICRO):", f"{cached}; x = inputs\n        for _ in range(1):")
+    step_of(dry_run, tmp_path, loop)
+    why = dry_run_of_trace(read_trace(tmp_path / "run.memfit")).step_time_unknown
+    assert why == "a compiled graph came from a cache, which does not list its kernels"
