@@ -202,9 +202,11 @@ def find_coefficients(kind: str, device: Device, *, without_own: bool = False) -
     if near is None:
         raise LookupError(f"No card has coefficients of {kind!r} in kernel_times.toml: add `like`.")
     spread, long = table["relative"]
+    known = _under_load(cards[near], device, kind)
     if "shared" in table and not has_nvlink(device):
-        spread = long = table["shared"]
-    return CardFit(_under_load(cards[near], device, kind), spread, long, Basis.RELATIVE)
+        spread = long = table["shared"]["spread"]
+        known = {**known, "bandwidth_8": known["bandwidth_8"] * table["shared"]["bandwidth_8"]}
+    return CardFit(known, spread, long, Basis.RELATIVE)
 
 
 def _under_load(values: Coefficients, device: Device, kind: str) -> Coefficients:
