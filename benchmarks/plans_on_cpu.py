@@ -1,6 +1,6 @@
 """Compare the times of plans on the CPU with those that memfit predicts from operations measured here.
 
-    python benchmarks/plans_on_cpu.py [--networks gpt small] [--rounds 15] [--json FILE]
+    python benchmarks/plans_on_cpu.py [--networks gpt small] [--rounds 15] [--positions 128]
 
 The networks of planned_networks.py run as written, under plans that keep every bit, for two budgets, and in
 micro-batches, unless batch normalization combines samples. The prediction has the processor seconds of each
@@ -112,6 +112,13 @@ class Variant:
             autograd_nodes=torch._C._autograd._get_sequence_nr() - nodes,
             gradients=len([*self.model.parameters()]),
         )
+
+
+def shortened(network: Network, positions: int | None) -> Network:
+    """Return a network on the first positions of its sequences, if it has tokens."""
+    if network.inputs.ndim != network.targets.ndim:  # images
+        return network
+    return replace(network, inputs=network.inputs[:, :positions], targets=network.targets[:, :positions])
 
 
 def predicted_variants(network: Network, host: HostTimes) -> Iterator[Variant]:
@@ -229,6 +236,7 @@ def main() -> None:
     parser = command_line(__doc__, results=True)
     parser.add_argument("--networks", nargs="+", choices=[*NETWORKS, SMALL], default=[*NETWORKS, SMALL])
     parser.add_argument("--rounds", type=at_least_1, default=15)
+    parser.add_argument("--positions", type=at_least_1, help="of each sequence of tokens; default: all")
     options = parser.parse_args()
     for setting in (_NEVER_MAP, _NEVER_TRIM):
         ctypes.CDLL(None).mallopt(*setting)
@@ -239,7 +247,10 @@ def main() -> None:
     rows, wrong, errors = [], [], []
     for name in options.networks:
         torch.manual_seed(0)
-        variants = [*(small_variants() if name == SMALL else predicted_variants(NETWORKS[name](), host))]
+        if name == SMALL:
+            variants = [*small_variants()]
+        else:
+            variants = [*predicted_variants(shortened(NETWORKS[name](), options.positions), host)]
         wrong += [f"{name}: {each}" for each in measure(variants, options.rounds)]
         for each in variants:
             rows.append(row_of(name, each))
