@@ -16,7 +16,6 @@ from memfit.devices import find_device
 from memfit.planning.advice import find_advice
 from memfit.records import AllocatorComparison, DryRun, Explanation, GroupBy, RunDifference, Trace
 from memfit.report import trace_exports
-from memfit.report.html import run_report_html
 from memfit.trace.snapshot import read_snapshot
 from memfit.trace.trace_file import looks_like_trace_file, read_trace
 
@@ -137,6 +136,8 @@ def _html_report(trace: Trace, result: DryRun, *, source: bool = True) -> str:
         result: the summary to show at the top, with advice if there is any.
         source: whether to include file names, line numbers and the command.
     """
+    from memfit.report.html import run_report_html
+
     line = memory_timeline(trace)
     return run_report_html(trace, line, attribute_allocations(trace, line), result, source=source)
 
