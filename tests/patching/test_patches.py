@@ -16,6 +16,7 @@ PACKAGE = Path(memfit.__file__).parent
 LIBRARIES = {"accelerate", "lightning", "torch", "transformers", "triton"}
 ELSEWHERE = {
     "card/context_probe.py": {"torch.backends.cudnn.enabled"},  # settings, as a user would make them
+    "run/kernel_probe.py": {"torch.backends.cuda.matmul.allow_tf32"},  # the same, in a process of its own
     "ghost/compile/isolate_torch_compile.py": {
         "config.autotune_local_cache",
         "config.autotune_in_subproc",
