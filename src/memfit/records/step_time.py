@@ -38,7 +38,7 @@ class StepTime:
     basis: str
     """What the times of most kernels rest on."""
     gpu_seconds: float
-    """In which the GPU computes; with several streams, the busiest does. Collectives are apart."""
+    """In which the GPU works: any of its streams computes or copies. Collectives are apart."""
     host_seconds: float
     """That the host needs to issue the work, if it never waits for the GPU."""
     host_basis: str

@@ -20,7 +20,8 @@ Coefficients = Mapping[str, float]
 share of the data sheet's rate, and others that the formulas name."""
 
 COEFFICIENTS = {"floor", "bandwidth", "arithmetic", "tile", "depth", "sustained", "width", "tail"}
-_RATES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_RATES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", **dict.fromkeys(FLOAT8, "fp8")}
 _SPLITS, _MOST_WAVES = (1, 2, 4, 8, 16, 32, 64), 4
 """Into how many parts along k a product may be split, so that a small result occupies a large card, and up to
 how many waves of them."""
@@ -134,7 +135,7 @@ def attention_seconds(work: KernelWork, sizes: Sizes, device: Device, fit: Coeff
 
 
 def rate_of(device: Device, dtype: str) -> float:
-    """Return the data sheet's FLOP/s of a dtype. No table has that of float64: half on cards for computing.
+    """Return the data sheet's FLOP/s of a dtype; of float64, by its share of float32's.
 
     >>> from memfit.devices import find_device
     >>> rate_of(find_device("T4"), "float16") / rate_of(find_device("T4"), "float32")
@@ -143,9 +144,10 @@ def rate_of(device: Device, dtype: str) -> float:
     if dtype == "float32 by tf32":  # three products of halves of each number
         return device.rate("tf32") / 3 if device.fast("tf32") else device.rate("fp32")
     if dtype in {"float64", "complex128"}:
-        return device.rate("fp32") / (2 if device.compute_capability in _WITH_FLOAT64 else 64)
+        return device.rate("fp32") * _FLOAT64.get(device.compute_capability, 1 / 64)
     return device.rate(_RATES.get(dtype, dtype))
 
 
-_WITH_FLOAT64 = {(7, 0), (8, 0), (9, 0), (10, 0)}
-"""Source: CUDA C++ Programming Guide, throughput of native arithmetic instructions."""
+_FLOAT64 = {(7, 0): 1 / 2, (8, 0): 1.0, (9, 0): 1.0, (10, 0): 1 / 2}
+"""By compute capability. Sources: CUDA C++ Programming Guide, throughput of native arithmetic instructions;
+data sheets of A100 and H100 (19.5 and 67 TFLOP/s by tensor cores, as much as float32)."""

@@ -22,7 +22,14 @@ from typing import Any
 from memfit.devices import Device, find_device
 from memfit.records.step_operations import Operation
 from memfit.timing.collective_times import has_nvlink
-from memfit.timing.kernel_formulas import COEFFICIENTS, GROUP_INSTRUCTIONS, Coefficients, seconds_of_work
+from memfit.timing.kernel_formulas import (
+    COEFFICIENTS,
+    FLOAT8,
+    GROUP_INSTRUCTIONS,
+    Coefficients,
+    rate_of,
+    seconds_of_work,
+)
 from memfit.timing.kernel_work import KernelWork, issues_nothing, work_of
 
 
@@ -63,7 +70,10 @@ NOTHING = KernelTime(0.0, 0.0, Basis.CARD)
 LONG = 1e-4
 """Seconds above which a table's interval is that of long kernels."""
 _PRECISIONS = dict.fromkeys(("bfloat16", "float16"), "16 bits")
-_TENSOR_CORES = {"bfloat16", "float16", "tf32"}
+_TENSOR_CORES = {"bfloat16", "float16", "tf32", *FLOAT8}
+_UNMEASURED = {"float64", "complex64", "complex128", *FLOAT8}
+"""Precisions of products for which no table has figures, and how far off these may be: a guess."""
+_UNMEASURED_SPREAD = 1.0
 _STACKED = 2048
 """Bits of a memory bus: only stacked memory (HBM) has more."""
 _HOST_SPREAD = 0.3
@@ -130,14 +140,23 @@ class KernelTimes:
             self._times[key] = NOTHING if issues_nothing(operation) else self._time(operation)
         return self._times[key]
 
-    def _time(self, operation: Operation) -> KernelTime:
+    def seconds_at_full_rate(self, operation: Operation) -> float:
+        """Return the seconds of an operation's arithmetic at the rate of the card's data sheet."""
+        return operation.flops / rate_of(self._device, self._work(operation).dtype)
+
+    def _work(self, operation: Operation) -> KernelWork:
+        """Return what an operation asks of this card, in the precision in which it computes."""
         work = work_of(operation)
+        if work.kind.startswith(_CUDNN) and self._device.fast("tf32"):
+            return on_tensor_cores(work)
+        if work.kind == "product" and work.dtype == "float32" and self._tf32:
+            return replace(work, dtype="tf32")
+        return work
+
+    def _time(self, operation: Operation) -> KernelTime:
+        work = self._work(operation)
         if work.over_link:
             return KernelTime(work.traffic / self._device.host_bandwidth, _HOST_SPREAD, Basis.DATA_SHEET)
-        if work.kind.startswith(_CUDNN) and self._device.fast("tf32"):
-            work = on_tensor_cores(work)
-        if work.kind == "product" and work.dtype == "float32" and self._tf32:
-            work = replace(work, dtype="tf32")
         if work.kind in _OF_RECENT_RESULTS:
             cached = max(0.0, 1 - work.traffic / self._device.l2_cache)
             work = replace(work, traffic=work.traffic * (1 - _SAVED_BY_CACHE * cached))
@@ -151,6 +170,8 @@ class KernelTimes:
         corrected = work.kind if not work.flops else f"{work.kind}, {_PRECISIONS.get(work.dtype, work.dtype)}"
         if factor := self._factors.get(corrected):
             return KernelTime(seconds * factor.ratio, factor.spread, Basis.MEASURED, corrected)
+        if work.flops and work.dtype in _UNMEASURED:
+            return KernelTime(seconds, _UNMEASURED_SPREAD, Basis.DATA_SHEET, corrected)
         return KernelTime(seconds, fit.long if seconds > LONG else fit.spread, fit.basis, corrected)
 
 

@@ -99,25 +99,33 @@ def issues_nothing(operation: Operation) -> bool:
     return not operation.launches and _KIND.get(base_name(operation)) not in {"copy", "fill"}
 
 
+def is_solved(operation: Operation) -> bool:
+    """Return whether cuSOLVER computes an operation: a decomposition, or the solution of equations."""
+    return base_name(operation).startswith(_SOLVED)
+
+
 def _matrix_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork | None:
     """A matrix product: of the last two operands, whatever their layout; a linear layer has its bias last."""
     if base == "linear":
         (*several, k), weight = operation.operands[0].shape, operation.operands[1].shape
         batch, m, n = 1, math.prod(several), weight[0]
+        pair = operation.operands[:2]
     elif base in _PRODUCTS:
-        first, second = (each.shape for each in operation.operands[-2:])
+        pair = operation.operands[:2] if base == _SCALED else operation.operands[-2:]
+        first, second = (each.shape for each in pair)
         if not (first[1:] and second[1:]):
             return None  # by a vector: traffic alone
         batch, m, n, k = math.prod(first[:-2]), first[-2], second[-1], first[-1]
     else:
         return None
-    matrices = (*operation.operands[-2:], *operation.results) if base != "linear" else operation.operands[:2]
+    matrices = pair if base == "linear" else (*pair, *operation.results)
     rows = [  # in memory; of a part, or one that Inductor padded, they begin where the whole's do
         each.shape[-2 if each.layout == "transposed" else -1] for each in matrices if each.layout != "strided"
     ]
     return replace(
         plain,
         kind="product",
+        dtype=operation.operands[0].dtype if base == _SCALED else plain.dtype,
         flops=2.0 * batch * m * n * k,
         products=((batch, m, n, k),),
         alignment=math.gcd(8, *rows),
@@ -290,6 +298,14 @@ _OF_SEVERAL_KERNELS = (
     *("linalg", "svd", "fft", "sort", "topk", "cumsum", "cumprod", "nms", "unique", "nonzero", "multinomial"),
     *("pack_padded", "grid_sampler", "upsample", "ctc_loss", "cdist", "histc", "bincount"),
 )
+_SCALED = "_scaled_mm"
+"""A product of matrices with 8 bits; its scales are the operands behind them."""
+_SOLVED = (
+    *("_linalg_svd", "_linalg_eig", "linalg_eig", "_linalg_solve", "_linalg_det", "_linalg_slogdet"),
+    *("linalg_qr", "linalg_cholesky", "linalg_ldl", "linalg_lu", "linalg_inv", "linalg_lstsq"),
+    *("linalg_householder_product", "geqrf", "ormqr", "cholesky", "lu_", "triangular_solve", "lobpcg"),
+)
+"""What the names of operations begin with that cuSOLVER computes, in steps that no size tells."""
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_int_mm", "_addmm_activation"}
 _ATTENTIONS = ("flash", "efficient", "cudnn", "flex")
 _KIND = {

@@ -22,12 +22,11 @@ from memfit.records import (
 )
 from memfit.timing.collective_times import why_time_is_unknown as why_unknown_on_machine
 from memfit.timing.kernel_times import KernelFactor, KernelTime, KernelTimes
-from memfit.timing.kernel_work import work_of
+from memfit.timing.kernel_work import is_solved, work_of
 from memfit.timing.saved_host_times import saved_host_times
 from memfit.timing.saved_kernel_factors import saved_kernel_factors
 from memfit.timing.step_timeline import QueuedWork, StepTimeline, step_timeline
 
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _COMMON = 0.08
 """Spread of whole steps beside that of their kernels: temperature, versions of libraries. Assumed."""
 
@@ -82,7 +81,14 @@ def why_step_time_is_unknown(trace: Trace) -> str:
         return f"the script completed {made}, and memfit times the second"
     if trace.step.replayed:
         return "the script replays a CUDA graph, and PyTorch's observer does not see its kernels"
+    if name := _in_solver(trace.step):
+        return f"the step runs {name} in cuSOLVER, and memfit has no figures of that library"
     return _why_not_of_ranks(trace, trace.step) or f"this memfit has no figures of {trace.device.name}"
+
+
+def _in_solver(step: WholeStep) -> str:
+    """Return the name of an operation that cuSOLVER computes; empty if there is none."""
+    return next((each.name for each in step.operations if is_solved(each)), "")
 
 
 def _why_not_of_ranks(trace: Trace, step: WholeStep) -> str:
@@ -117,7 +123,7 @@ def step_time(
         without_own: pretend that nobody measured this card.
         factors: by kind of kernel, as measured on this card.
     """
-    if step.replayed:  # the kernels of the script's own CUDA graphs are not among the operations
+    if step.replayed or _in_solver(step):  # the kernels of a CUDA graph are not among the operations
         return None
     kernels = KernelTimes(device, tf32=step.tf32, without_own=without_own, factors=factors)
     simulated = simulated_step(step, labels, kernels, host)
@@ -136,7 +142,7 @@ def step_time(
     ]
     seconds = [times[n].seconds for n in computed]
     exposed = max(timeline.seconds - without.seconds, 0.0)
-    busy = sum(without.busy.values()) + exposed
+    busy = without.working + exposed
     spread = math.hypot(
         _COMMON,
         sum(times[n].seconds * times[n].spread for n in computed) / timeline.seconds,
@@ -151,13 +157,14 @@ def step_time(
         high=timeline.seconds * (1 + spread),
         card=device.name,
         basis=_basis(times, computed),
-        gpu_seconds=max(without.busy.values(), default=0.0),
+        gpu_seconds=without.working,
         host_seconds=timeline.host,
         host_basis="measured on this machine, with an assumed driver" if host.measured else "assumed",
         kinds=_shares(zip((work_of(step.operations[n]).kind for n in computed), seconds, strict=True)),
         modules=_shares(zip((place.module for place in places), seconds, strict=True)),
         phases=_shares(zip((place.phase for place in places), seconds, strict=True)),
-        utilization=_at_full_rate(step, device) / timeline.seconds,
+        utilization=sum(kernels.seconds_at_full_rate(step.operations[n]) for n in step.order)
+        / timeline.seconds,
         samples=samples,
         tokens=tokens,
         communication=CommunicationTime(
@@ -240,21 +247,19 @@ _HOST_SPREAD = 0.5
 """Of the host's time; assumed: processors differ as much."""
 
 
-def _at_full_rate(step: WholeStep, device: Device) -> float:
-    """Return the seconds that the step's arithmetic takes at the rates of the card's data sheet."""
-    operations = (step.operations[number] for number in step.order)
-    return sum(each.flops / device.rate(_DTYPES.get(each.dtype, each.dtype)) for each in operations)
-
-
 def samples_and_tokens(step: WholeStep, labels: Sequence[EventLabel]) -> tuple[int, int]:
     """Return how many samples and tokens the step trains on, as far as its operations say; 0 for unknown.
 
     The first embedding of indices, or else the first convolution, of the forward has a sample per row of its
-    input; micro-batches run it again, in the same module.
+    input; micro-batches run it again, in the same module. Where a step has several updates with forwards
+    between them, as that of a GAN, models may see a sample more than once: neither is known.
     """
-    found, samples, tokens = None, 0, 0
+    found, samples, tokens, has_updated = None, 0, 0, False
     for number, label in zip(step.order, step.labels, strict=True):
         operation, place = step.operations[number], labels[label]
+        has_updated |= place.phase is Phase.OPTIMIZER
+        if has_updated and place.phase is Phase.FORWARD:
+            return 0, 0
         kind = operation.name.partition(".")[2].partition(".")[0]
         place_in = {"embedding": 1, "convolution": 0, "cudnn_convolution": 0}.get(kind)
         if place.phase is not Phase.FORWARD or place_in is None or len(operation.operands) <= place_in:

@@ -39,6 +39,8 @@ class StepTimeline:
     seconds: float
     busy: dict[int, float] = field(hash=False)
     """By stream: how long it works."""
+    working: float
+    """How long any stream works."""
     host: float
     """How long the host issues work, waits left out."""
     starts: tuple[float, ...]
@@ -84,5 +86,9 @@ def step_timeline(work: Iterable[QueuedWork]) -> StepTimeline:
     for each in queue:
         busy[each.stream] += each.seconds
     host = sum(each.issue for each in queue)
+    working, until = 0.0, 0.0
+    for start, each in sorted(zip(starts, queue, strict=True), key=lambda pair: pair[0]):
+        working += max(start + each.seconds - max(start, until), 0.0)
+        until = max(until, start + each.seconds)
     since_before = (tuple(moment - before for moment in each) for each in (starts, issued))
-    return StepTimeline(end - before, dict(busy), host, *since_before)
+    return StepTimeline(end - before, dict(busy), min(working, end - before), host, *since_before)

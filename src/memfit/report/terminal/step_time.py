@@ -11,6 +11,8 @@ _SHOWN = 4
 _SEEN = 0.005
 """The share of a step that is more than 0 %."""
 _BACKWARD = "_backward"
+_SPOKEN_WITH_VOWEL = "AEFHILMNORSX"
+"""Letters whose names begin with a vowel: an H100, a T4."""
 KINDS = {
     "product": "matrix products",
     "convolution": "convolutions",
@@ -44,7 +46,8 @@ def step_time_lines(time: StepTime | None, unknown: str = "", step: str = "A ste
         return
     between = f"{format_seconds(time.low)} to {format_seconds(time.high)}"
     about = f"about {format_seconds(time.seconds)} ({between})"
-    yield f"{step} takes {about} on an {escaped(time.card)}{_rate(time)}."
+    article = "an" if time.card[:1] in _SPOKEN_WITH_VOWEL else "a"
+    yield f"{step} takes {about} on {article} {escaped(time.card)}{_rate(time)}."
     if time.is_bound_by_host:
         busy = time.gpu_seconds / time.seconds
         yield f"  The host limits it: the GPU is busy for {busy:.0%} of the time ({time.host_basis})."

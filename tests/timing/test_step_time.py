@@ -1,0 +1,104 @@
+"""What the time of a recorded step says: its samples, its utilisation, and when there is none."""
+
+from dataclasses import replace
+
+import pytest
+
+from memfit.devices import find_device
+from memfit.records import EventLabel, HostUnits, Operand, Operation, Phase, WholeStep
+from memfit.report.terminal.step_time import step_time_lines
+from memfit.timing.kernel_times import Basis, KernelTimes
+from memfit.timing.step_time import step_time
+from memfit.timing.step_timeline import QueuedWork, step_timeline
+
+PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+LABELS = tuple(EventLabel(phase, "", "net", -1) for phase in PHASES)
+FORWARD, BACKWARD, OPTIMIZER = range(3)
+
+
+def operation(name, *operands, results, flops=0):
+    base = name, -1, -1, (), (), (), flops, 0, results[0].dtype, False, 0.0, 0
+    return Operation(*base, operands=operands, results=results, launches=1)
+
+
+def product(dtype, size=8192, name="aten.mm.default", result=""):
+    square = Operand((size, size), dtype)
+    made = replace_dtype(square, result) if result else square
+    scales = (Operand((), "float32"),) * 2 if name == "aten._scaled_mm.default" else ()
+    return operation(name, square, square, *scales, results=(made,), flops=2 * size**3)
+
+
+def replace_dtype(tensor, dtype):
+    return Operand(tensor.shape, dtype)
+
+
+def step_of(*parts, tf32=False):
+    """Return a step of operations, each with its phase."""
+    operations = tuple(each for each, _ in parts)
+    labels = tuple(label for _, label in parts)
+    return WholeStep(operations, tuple(range(len(parts))), labels, HostUnits(), tf32)
+
+
+def time_of(step, card="A100"):
+    return step_time(step, LABELS, find_device(card))
+
+
+def test_no_product_beats_the_rate_of_its_precision():
+    for tf32 in (False, True):
+        time = time_of(step_of((product("float32"), FORWARD), tf32=tf32))
+        assert 0.4 < time.utilization <= 1
+    image, weight = Operand((64, 64, 56, 56), "float32"), Operand((64, 64, 3, 3), "float32")
+    convolved = operation(
+        "aten.convolution.default", image, weight, results=(image,), flops=2 * 64 * 64 * 64 * 9 * 56 * 56
+    )
+    assert 0 < time_of(step_of((convolved, FORWARD))).utilization <= 1  # cuDNN computes in TF32
+
+
+@pytest.mark.parametrize(("card", "slower"), [("A100", 1), ("H100", 1), ("V100-32GB", 2), ("L4", 64)])
+def test_products_in_float64_take_as_long_as_the_card_s_units_and_rest_on_its_data_sheet(card, slower):
+    single, double = (KernelTimes(find_device(card)).of(product(dtype)) for dtype in ("float32", "float64"))
+    assert double.seconds == pytest.approx(slower * single.seconds, rel=0.1)
+    assert (double.basis, single.basis) == (Basis.DATA_SHEET, Basis.CARD)
+
+
+def test_products_of_8_bits_are_faster_than_those_of_16_and_rest_on_the_data_sheet():
+    scaled = product("float8_e4m3fn", name="aten._scaled_mm.default", result="bfloat16")
+    eight, sixteen = (KernelTimes(find_device("H100")).of(each) for each in (scaled, product("bfloat16")))
+    assert 0.4 < eight.seconds / sixteen.seconds < 0.8
+    assert eight.basis is Basis.DATA_SHEET
+
+
+def test_a_step_with_decompositions_has_no_time():
+    square = Operand((2048, 2048), "float32")
+    solved = operation("aten._linalg_svd.default", square, results=(square,))
+    norm = operation("aten.linalg_vector_norm.default", square, results=(Operand((), "float32"),))
+    assert time_of(step_of((product("float32"), FORWARD), (solved, FORWARD))) is None
+    assert time_of(step_of((product("float32"), FORWARD), (norm, BACKWARD))) is not None
+
+
+def test_samples_are_counted_over_micro_batches_and_unknown_where_models_take_turns():
+    rows, table = Operand((4, 16), "int64"), Operand((100, 8), "float32")
+    embedded = operation("aten.embedding.default", table, rows, results=(Operand((4, 16, 8), "float32"),))
+    backward, update = product("float32"), product("float32", 4096)
+    pass_ = [(embedded, FORWARD), (backward, BACKWARD)]
+    time = time_of(step_of(*pass_, *pass_, (update, OPTIMIZER)))
+    assert (time.samples, time.tokens) == (8, 128)
+    time = time_of(step_of(*pass_, (update, OPTIMIZER), *pass_, (update, OPTIMIZER)))
+    assert (time.samples, time.tokens) == (0, 0)
+
+
+def test_the_gpu_works_while_any_stream_does():
+    kernel = QueuedWork(issue=0.0, seconds=2.0)
+    copy = QueuedWork(issue=0.0, seconds=3.0, stream=1, after=(0,))
+    timeline = step_timeline([kernel, copy, replace(kernel, after=(1,))])
+    assert (timeline.working, timeline.seconds) == (7.0, 7.0)
+    waiting = step_timeline([replace(kernel, issue=3.0)])
+    assert (waiting.working, waiting.seconds) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("card", "named"), [("T4", "a T4"), ("H100", "an H100-80GB"), ("GTX 1660", "a GTX 1660")]
+)
+def test_a_card_has_its_article(card, named):
+    first, *_ = step_time_lines(time_of(step_of((product("float32", 1024), FORWARD)), card))
+    assert f" on {named}." in first
