@@ -16,6 +16,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # One thread for each worker and process: several spin while they wait for a core that another worker uses.
@@ -28,6 +29,8 @@ from memfit.ghost.build import runtime_library
 from memfit.packing import c_packers as compiled_packer
 from support import warm_process
 
+hypothesis.settings.register_profile("memfit", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("memfit")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, as do its own
 
 

@@ -36,19 +36,19 @@ class OperationInterceptionMode(TorchDispatchMode):  # type: ignore[no-untyped-c
 
     Args:
         run: called with an operation, its arguments and its keyword arguments; returns its results.
+        watches: whether it only records or counts them for memfit; otherwise a plan consists of it.
     """
 
     intercepted = 0
-    """Operations that such modes have intercepted in this process, to record them: subclasses' apart, which
-    are part of what a step does."""
+    """Operations that modes which only watch have intercepted in this process: no step of a user has them."""
 
-    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
+    def __init__(self, run: Callable[[Any, Any, Any], Any], *, watches: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
+        self._run, self._watches = run, watches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
-        OperationInterceptionMode.intercepted += type(self) is OperationInterceptionMode
+        OperationInterceptionMode.intercepted += self._watches
         if func in SAC_IGNORED_OPS:
             return func(*args, **(kwargs or {}))
         return self._run(func, args, kwargs or {})

@@ -78,7 +78,7 @@ class StepOperationRecorder:
             ):
                 self._hooks.callback(handle.remove)
         self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, lambda kept: kept))
-        self._hooks.enter_context(OperationInterceptionMode(self.run))
+        self._hooks.enter_context(OperationInterceptionMode(self.run, watches=True))
         self._memory.start()
 
     def stop(self) -> StepOperations:

@@ -79,7 +79,7 @@ class OperationCounter:
     ) -> None:
         self._on_counted, self._in_backward = on_counted, in_backward
         self._hooks = InstalledHooks()
-        self._mode = InterceptionModeAllowingCompilation(self._run)
+        self._mode = InterceptionModeAllowingCompilation(self._run, watches=True)
         self._modes = ExitStack()
         self._parameters: set[int] = set()
         self._is_compiled = False
