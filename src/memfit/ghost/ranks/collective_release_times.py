@@ -154,8 +154,8 @@ def wait_until_collectives_released() -> None:
     for group in list(c10d._world.pg_map):
         for device in group._device_types:
             backend = group._get_backend(device)
-            if isinstance(backend, nccl):
-                backend._wait_for_pending_works()
+            if isinstance(backend, nccl):  # that of PyTorch 2.10 has no such method, its group has
+                getattr(backend, "_wait_for_pending_works", group._wait_for_pending_works)()
 
 
 @functools.cache
