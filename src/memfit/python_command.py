@@ -3,11 +3,37 @@
 import subprocess
 import sys
 
+from memfit.errors import TargetError
+
+_LAST_LINES = 5
+
 
 def command_running_module(module: str) -> list[str]:
     """Return the command that runs a module's ``main`` with this interpreter and its options (``-O``)."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-c", code_running_module(module)]
+
+
+def output_of_module(module: str, task: str, seconds: float) -> str:
+    """Run a module's ``main`` in a process of its own; return what it printed.
+
+    Args:
+        module: such as ``memfit.run.host_probe``.
+        task: what could not be done if it fails: ``time kernels on the T4``.
+        seconds: that it may take.
+
+    Raises:
+        TargetError: the process failed, or took longer; the message quotes the last lines of its error.
+    """
+    try:
+        done = subprocess.run(
+            command_running_module(module), capture_output=True, text=True, check=False, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        raise TargetError(f"Cannot {task}:\nno answer within {seconds:g} s") from None
+    if done.returncode:
+        raise TargetError(f"Cannot {task}:\n" + "\n".join(done.stderr.splitlines()[-_LAST_LINES:]))
+    return done.stdout
 
 
 def code_running_module(module: str) -> str:

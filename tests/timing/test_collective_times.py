@@ -125,7 +125,7 @@ def test_the_time_of_a_step_says_what_collectives_take_and_for_how_much_of_it_th
     assert [each.name for each in waited.kinds] == ["product"]  # of the GPU's computation
     assert not waited.is_bound_by_host  # though it computes for less than nine tenths
     unsure = step_time(ddp_step(1 << 30), LABELS, find_device("RTX 4090"))
-    assert unsure.high > 2 * unsure.seconds  # nobody measured its link
+    assert unsure.high > 2 * unsure.seconds  # no table has its link
 
 
 def test_a_step_whose_collectives_take_nothing_is_not_slower():

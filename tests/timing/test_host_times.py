@@ -32,7 +32,7 @@ def measured(cache, monkeypatch):
         printed = '{"operations": 1e-6, "python_calls": 2e-6}'
         return subprocess.CompletedProcess(command, 0, stdout=printed, stderr="")
 
-    monkeypatch.setattr(host_times.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     return commands
 
 
@@ -108,7 +108,7 @@ def test_a_measurement_that_cannot_be_written_whole_leaves_the_file_before_it(me
 
 def test_a_failure_quotes_the_process(cache, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="one\nRuntimeError: no\n")
-    monkeypatch.setattr(host_times.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(TargetError, match="RuntimeError: no"):
         host_times.measure_host_times()
     assert saved.saved_host_times(TORCH) is None

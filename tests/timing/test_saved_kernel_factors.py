@@ -103,7 +103,7 @@ def card(cache, monkeypatch):
     found = Card("NVIDIA H100 80GB HBM3", "580.1", "13.0", rehearsal=False)
     done = subprocess.CompletedProcess([], 0, stdout=msgspec.json.encode(MEASURED).decode(), stderr="")
     monkeypatch.setattr(measuring, "detect_card", lambda _: found)
-    monkeypatch.setattr(measuring.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     return found
 
 
@@ -135,7 +135,7 @@ def test_the_ghost_and_unknown_cards_are_not_timed(card, monkeypatch):
 @pytest.mark.usefixtures("card")
 def test_a_failure_quotes_the_process(monkeypatch):
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="one\nRuntimeError: no\n")
-    monkeypatch.setattr(measuring.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(TargetError, match="H100-80GB:\none\nRuntimeError: no"):
         measuring.measure_kernel_times()
 

@@ -1,19 +1,16 @@
 """How long kernels take on this machine's card: measured in a process of its own, and kept."""
 
-import subprocess
-
 import msgspec
 
 from memfit.atomic_files import write_output_file
 from memfit.card.detect_card import detect_card
 from memfit.devices import find_device
-from memfit.errors import TargetError, UnsuitableEnvironmentError
-from memfit.python_command import command_running_module
+from memfit.errors import UnsuitableEnvironmentError
+from memfit.python_command import output_of_module
 from memfit.records import KernelMeasurement
 from memfit.timing.saved_kernel_factors import kernel_times_file
 
 _TIMEOUT = 120  # seconds; the process stops timing after 40
-_LAST_LINES = 5
 
 
 def measure_kernel_times() -> KernelMeasurement:
@@ -31,20 +28,8 @@ def measure_kernel_times() -> KernelMeasurement:
             "Use a machine with a GPU."
         )
     device = find_device(card.name)
-    try:
-        done = subprocess.run(
-            command_running_module("memfit.run.kernel_probe"),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT,
-        )
-        failed = done.returncode != 0 and "\n".join(done.stderr.splitlines()[-_LAST_LINES:])
-    except subprocess.TimeoutExpired:
-        failed = f"no answer within {_TIMEOUT} s"
-    if failed:
-        raise TargetError(f"Cannot time kernels on the {device.name}:\n{failed}")
-    measured = msgspec.json.decode(done.stdout, type=KernelMeasurement)
+    printed = output_of_module("memfit.run.kernel_probe", f"time kernels on the {device.name}", _TIMEOUT)
+    measured = msgspec.json.decode(printed, type=KernelMeasurement)
     path = kernel_times_file(device.name, measured.torch)
     write_output_file(path, msgspec.json.format(msgspec.json.encode(measured)))
     return measured
