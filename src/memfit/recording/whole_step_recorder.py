@@ -172,8 +172,10 @@ class WholeStepRecorder:
             elif node.name == _ONCE_MARK:
                 continue
             elif node.name.startswith(_MARK):
-                label_of[thread] = int(node.name.removeprefix(_MARK))
-                marks += self._book.labels[label_of[thread]].phase in (Phase.FORWARD, Phase.RECOMPUTE)
+                label = int(node.name.removeprefix(_MARK))
+                is_new = label_of.get(thread) != label  # no mere moment, as plans' own record asks for
+                marks += is_new and self._book.labels[label].phase in (Phase.FORWARD, Phase.RECOMPUTE)
+                label_of[thread] = label
                 continue
             else:
                 found = [operation_of_node(node)]
