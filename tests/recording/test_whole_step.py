@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from memfit.analysis.dry_run_result import dry_run_of_trace
-from memfit.records import Phase
+from memfit.records import Change, Phase
+from memfit.run.options import RunOptions
 from memfit.trace.trace_file import read_trace
+from memfit.trials.trial_run import trial_runner
 
 pytestmark = pytest.mark.warm
 
@@ -101,6 +103,16 @@ def test_a_step_with_updates_in_the_backward_is_recorded(dry_run, tmp_path):
     """
     step, labels = step_of(dry_run, tmp_path, loop)
     assert products(step, labels) == {Phase.FORWARD: 6, Phase.BACKWARD: 11}
+
+
+@pytest.mark.process
+def test_a_record_for_plans_takes_the_host_no_time_of_the_step(tmp_path):
+    script = tmp_path / "train.py"
+    text = textwrap.dedent(START) + textwrap.dedent(LOOP)
+    script.write_text(text.replace("MICRO", "1").replace("CHECKPOINTED", "False"))
+    run = trial_runner((str(script),), RunOptions(unlimited=True), lambda _: None)
+    plain, recorded = (run(Change(operations=given), "a run").trace.step for given in (False, True))
+    assert recorded.host == plain.host
 
 
 def test_a_fork_in_a_step_makes_the_recorder_wait_for_the_next(dry_run, tmp_path):

@@ -47,8 +47,10 @@ class RecordedOperations:
                 for each in self.streams.read(node.name, thread):
                     self._add(each, label_of.get(thread, 0))
             elif node.name.removeprefix(LABEL_MARK).isdecimal():
-                label_of[thread] = int(node.name.removeprefix(LABEL_MARK))
-                self.label_marks.append(label_of[thread])
+                label = int(node.name.removeprefix(LABEL_MARK))
+                if label_of.get(thread) != label:  # no mere moment, as plans' own record asks for
+                    self.label_marks.append(label)
+                label_of[thread] = label
             else:
                 first, stream = len(self.operations), self.streams.of_thread(thread)
                 is_replay = self._add_all(node, label_of.get(thread, 0), stream)
