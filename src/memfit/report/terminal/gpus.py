@@ -61,9 +61,8 @@ def print_gpus_for(result: GpusFor, console: Console) -> None:
         console.print(f"\nPrices from tables are of {result.priced_on}.")
     for line in (
         "The CUDA context, which is assumed, is included. ~ What is left is less than its uncertainty.",
-        "Times and costs are predicted. ±: nine real steps of ten should take at most so much longer, or be as "
-        "many times faster.",
-        "* by measurements of a related card; ** by the card's data sheet. memfit dry-run --gpu NAME says more.",
+        "Times and costs are predicted. ±: nine steps of ten should take at most so much more, or less.",
+        "* by measurements of a related card; ** by the data sheet. memfit dry-run --gpu NAME says more.",
         f"The plan for one of them: memfit plan --gpu NAME {command}",
     ):
         console.print(Text(line, style="dim"))
