@@ -117,7 +117,7 @@ def _amount(cost: float) -> str:
     return f"{cost:,.0f}" if cost >= _THOUSAND else f"{cost:.3g}"
 
 
-_BASIS_MARKS = {Basis.RELATIVE: "*", Basis.DATA_SHEET: "**"}
+_BASIS_MARKS = {str(Basis.RELATIVE): "*", str(Basis.DATA_SHEET): "**"}
 
 
 def _cells(plan: ScriptPlan) -> tuple[str, ...]:
