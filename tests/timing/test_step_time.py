@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from memfit.devices import find_device
-from memfit.records import EventLabel, HostUnits, Operand, Operation, Phase, WholeStep
+from memfit.records import ASSUMED_HOST_TIMES, EventLabel, HostUnits, Operand, Operation, Phase, WholeStep
 from memfit.report.terminal.step_time import step_time_lines
 from memfit.timing.kernel_times import Basis, KernelTimes
-from memfit.timing.step_time import step_time
+from memfit.timing.step_time import seconds_to_issue, step_time
 from memfit.timing.step_timeline import QueuedWork, step_timeline
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -66,6 +66,18 @@ def test_products_of_8_bits_are_faster_than_those_of_16_and_rest_on_the_data_she
     eight, sixteen = (KernelTimes(find_device("H100")).of(each) for each in (scaled, product("bfloat16")))
     assert 0.4 < eight.seconds / sixteen.seconds < 0.8
     assert eight.basis is Basis.DATA_SHEET
+
+
+def test_a_replay_of_a_cuda_graph_issues_all_of_its_kernels_at_once():
+    parts = [(product("float16", size=64), FORWARD)] * 100
+    eager = replace(step_of(*parts), host=HostUnits(operations=100, launches=100))
+    replayed = replace(eager, host=HostUnits(operations=1, launches=1), replays=((0, 100),))
+    assert time_of(eager).is_bound_by_host
+    assert not time_of(replayed).is_bound_by_host
+    assert time_of(replayed).gpu_seconds == pytest.approx(time_of(eager).gpu_seconds)
+    first, *others = seconds_to_issue(replayed, LABELS, ASSUMED_HOST_TIMES)
+    assert first == pytest.approx(ASSUMED_HOST_TIMES.step_seconds(replayed.host))
+    assert others == [0.0] * 99
 
 
 def test_a_step_with_decompositions_has_no_time():
