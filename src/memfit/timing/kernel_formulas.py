@@ -114,7 +114,7 @@ def share_of_large_product(fit: Coefficients) -> float:
     """Return the share of the data sheet's rate that large products reach on a warm card.
 
     >>> round(share_of_large_product({"arithmetic": 1.46, "tile": 51.7, "sustained": 0.0106}), 3)
-    0.899
+    0.9
     """
     return fit["arithmetic"] / (_lost(_TILES_16[0], fit) * (1 + fit["sustained"]))
 
