@@ -99,6 +99,28 @@ def test_samples_are_counted_over_micro_batches_and_unknown_where_models_take_tu
     assert (time.samples, time.tokens) == (0, 0)
 
 
+def test_kernels_of_several_streams_are_no_faster_than_the_card():
+    parts = [(product("float16"), FORWARD)] * 4
+    one = step_of(*parts)
+    several = replace(
+        one,
+        operations=tuple(replace(one.operations[0], stream=stream) for stream in range(4)),
+    )
+    assert time_of(several).seconds == pytest.approx(time_of(one).seconds, rel=0.01)
+    assert time_of(several).gpu_seconds == pytest.approx(time_of(one).gpu_seconds, rel=0.01)
+    assert time_of(several).utilization <= 1
+
+
+def test_what_leaves_the_card_to_others_runs_beside_them():
+    whole = QueuedWork(issue=0.0, seconds=4.0, share=1.0)
+    joined = QueuedWork(issue=0.0, seconds=0.0, after=(1,), waits=True)
+    for share, seconds in ((0.0, 4.0), (0.25, 4.75), (1.0, 7.0)):
+        beside = replace(whole, seconds=3.0, stream=1, share=share)
+        assert step_timeline([whole, beside, joined]).seconds == pytest.approx(seconds)
+    half = replace(whole, share=0.5)
+    assert step_timeline([half, replace(half, stream=1), joined]).seconds == pytest.approx(4.0)
+
+
 def test_the_gpu_works_while_any_stream_does():
     kernel = QueuedWork(issue=0.0, seconds=2.0)
     copy = QueuedWork(issue=0.0, seconds=3.0, stream=1, after=(0,))

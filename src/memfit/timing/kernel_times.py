@@ -21,7 +21,7 @@ from typing import Any
 
 from memfit.devices import Device, find_device
 from memfit.records.step_operations import Operation
-from memfit.timing.collective_times import has_nvlink
+from memfit.timing.collective_times import CHANNELS, has_nvlink
 from memfit.timing.kernel_formulas import (
     COEFFICIENTS,
     FLOAT8,
@@ -53,6 +53,8 @@ class KernelTime:
     basis: Basis
     kind: str = ""
     """``product, 16 bits``: whose kernels a measurement of the card corrects alike. Empty for none."""
+    share: float = 0.0
+    """Of the card that it keeps busy; kernels of other streams get the rest. 0 for copies over the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +170,16 @@ class KernelTimes:
         seconds = seconds_of_work(work, self._device, fit.values, warm=True)
         if work.kind in _ONE_OF_SEVERAL:
             seconds += fit.values["floor"] * max(operation.launches - 1, 0)
+        if work.ranks > 1:
+            share = min(1.0, CHANNELS / self._device.multiprocessors)
+        else:  # its start and its end leave the card to others
+            share = 1 - min(1.0, work.steps * operation.launches * fit.values["floor"] / seconds)
         corrected = work.kind if not work.flops else f"{work.kind}, {_PRECISIONS.get(work.dtype, work.dtype)}"
         if factor := self._factors.get(corrected):
-            return KernelTime(seconds * factor.ratio, factor.spread, Basis.MEASURED, corrected)
+            return KernelTime(seconds * factor.ratio, factor.spread, Basis.MEASURED, corrected, share)
         if work.flops and work.dtype in _UNMEASURED:
-            return KernelTime(seconds, _UNMEASURED_SPREAD, Basis.DATA_SHEET, corrected)
-        return KernelTime(seconds, fit.long if seconds > LONG else fit.spread, fit.basis, corrected)
+            return KernelTime(seconds, _UNMEASURED_SPREAD, Basis.DATA_SHEET, corrected, share)
+        return KernelTime(seconds, fit.long if seconds > LONG else fit.spread, fit.basis, corrected, share)
 
 
 def on_tensor_cores(work: KernelWork) -> KernelWork:

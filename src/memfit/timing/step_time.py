@@ -191,6 +191,7 @@ def simulated_step(
             step.operations[number].stream,
             step.operations[number].waits,
             after[place],
+            times[number].share,
         )
         for place, (number, issue) in enumerate(
             zip(step.order, seconds_to_issue(step, labels, host), strict=True)
