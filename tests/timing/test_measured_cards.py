@@ -58,6 +58,7 @@ def test_kernels_of_a_measured_card_are_rows_that_their_formula_predicts(read, t
 
 def test_what_runs_several_kinds_of_kernels_is_no_row(read):
     both = TimedKernel("", (PRODUCT, SOFTMAX), 1.0)
-    rows = read(*[both] * 6, *[TimedKernel("", (SOFTMAX, SOFTMAX), 1.0)] * 6)
+    rows = read(*[both] * 6, *[TimedKernel("", (SOFTMAX, SOFTMAX), 2.0)] * 6)
     assert list(rows) == ["softmax"]
-    assert len(rows["softmax"]["L4"][0].works) == 2
+    assert [len(row.works) for row in rows["softmax"]["L4"]] == [2] * 6
+    assert {row.seconds for row in rows["softmax"]["L4"]} == {2.0}
