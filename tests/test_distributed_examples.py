@@ -102,5 +102,5 @@ def test_a_rank_of_memfit_s_engine_runs_on_the_ghost(tmp_path):
     done = warm_process.memfit("dry-run", *options, EXAMPLES / "digits.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     answer = json.loads((tmp_path / "answer.json").read_text())
-    assert (answer["verdict"], answer["steps"]) == ("fits_so_far", 3)
+    assert (answer["verdict"], answer["steps"]) == ("fits", 3)
     assert answer["step_time"]["communication"]["ranks"] == 8
