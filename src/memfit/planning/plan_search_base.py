@@ -14,7 +14,6 @@ from memfit.planning.module_checkpoint_options import bytes_of_storages
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Change, Figure, PlanRun, ScriptPlan, StepOperations, Term, traits_of_strategy
-from memfit.timing.step_time import step_time_of_trace
 from memfit.units import format_gib
 
 _NOT_YET = "The time for the search was over before a plan fitted. Those that memfit has not run yet may fit."
@@ -51,8 +50,13 @@ class PlanSearch(ABC):
         self._written = replayable_runs_of_ranks(self._plain)
         self._target = self._budget - self._written[0].found.uncertainty
         """Bytes within which a plan is not tight."""
-        tune = self._allowed.allocator
-        self._runs = PlanRuns(self._script.run, self._target, tune=tune, compiled=self._compiled)
+        self._runs = PlanRuns(
+            self._script.run,
+            self._target,
+            tune=self._allowed.allocator,
+            compiled=self._compiled,
+            written=self._written[0].found.step_time,
+        )
         self._optimizer = None if self._plain.operations is None else self._plain.operations.optimizer
         self._as_written: PlanRun | None = None
         self._best_so_far: PlanRun | None = None
@@ -123,7 +127,9 @@ class PlanSearch(ABC):
             self._plain.operations,
             dry_run_of_trace(self._plain.trace),
         )
+        chosen = None if chosen is None else self._runs.made_by_loop(chosen)
         needs, bare, slowdown = as_written.needs, None, self._allowed.slowdown
+        bound = self._least_time if bound is None else bound
         if needs.bytes > self._budget:
             bare = memory_needed_without_convolution_workspaces(trace, found, trace.device, needs)
         too_slow = chosen if chosen is not None and chosen.time > slowdown else None
@@ -135,7 +141,7 @@ class PlanSearch(ABC):
             as_written=as_written,
             chosen=chosen,
             smallest=smallest,
-            bound=self._least_time if bound is None else bound,
+            bound=bound if chosen is None else min(bound, chosen.time),
             rule=self._script.rule,
             tried=tuple(self._runs.tried),
             models=self._runs.models if in_model else (),
@@ -150,7 +156,7 @@ class PlanSearch(ABC):
             max_slowdown=slowdown if isfinite(slowdown) else None,
             too_slow=too_slow,
             dropped=tuple(self._runs.dropped),
-            step_time=step_time_of_trace(trace) if self._script.ranks == 1 else None,
+            step_time=self._runs.written,
             sharding_calls=self._plain.sharding_calls,
         )
         return self._completed(answer)
