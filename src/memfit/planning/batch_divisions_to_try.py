@@ -183,7 +183,7 @@ class BatchDivisionsToTry:
             plan = whole.change | slices | more
             if not self._bases.can_fit(plan):
                 break
-            made = self._runs.make(plan, partial(self._bases.relative, plan), operations=True)
+            made = self._runs.make_for_time(plan, partial(self._bases.relative, plan))
             if isinstance(made, ScriptEnd):
                 self.why_no_more = self._indivisible = why_run_failed(made)
                 self._runs.drop(plan, self.why_no_more)

@@ -150,7 +150,9 @@ class _OperationSearch(PlanSearch):
 
     def _plan_shardings(self) -> ScriptPlan:
         """Train a script for one GPU on several: with what moves least, if that is enough."""
-        self._runs.written = None  # plain data parallelism is what others are compared with
+        self._runs.written = self._runs.watched = (
+            None  # plain data parallelism is what others are compared with
+        )
         tried = self._try_shardings(shardings_to_try(rounding=self._allowed.rounding))
         if not tried:
             raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {self._runs.dropped[0]}")
@@ -172,7 +174,7 @@ class _OperationSearch(PlanSearch):
                 self._runs.drop(change, why_run_failed(made))
                 continue
             if not tried and self._script.is_to_be_sharded(self._plain):
-                self._runs.written = step_time_of_trace(made[0].trace)
+                self._runs.written = self._runs.watched = step_time_of_trace(made[0].trace)
             tried.append((change, *made))
             self._runs.models = made[0].models
             if self._runs.fits(made[1]):
@@ -358,7 +360,7 @@ class _OperationSearch(PlanSearch):
         self._ran_in_blocks.add(base.change)
         plan = base.change | block_checkpointing_policies(self._optimizer)[0]
         relative = functools.partial(self._bases.relative, base.change)
-        made = self._runs.make(plan, relative, operations=True)
+        made = self._runs.make_for_time(plan, relative)
         if isinstance(made, ScriptEnd) or not self._runs.fits(made[1]):
             return None
         self._runs.models = made[0].models
@@ -373,7 +375,7 @@ class _OperationSearch(PlanSearch):
         unchanged = UNSHARDED if self._script.is_to_be_sharded(self._plain) else Change()
         for policy in block_checkpointing_policies(self._optimizer):
             plan = unchanged | policy
-            runs.make(plan, functools.partial(self._bases.relative, plan), operations=True)
+            runs.make_for_time(plan, functools.partial(self._bases.relative, plan))
         return tuple(runs.tried)
 
     def _no_plan(self, bases: list[CheckpointingBase]) -> ScriptPlan:

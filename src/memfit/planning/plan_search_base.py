@@ -13,7 +13,17 @@ from memfit.planning.memory_floor import MemoryFloor
 from memfit.planning.module_checkpoint_options import bytes_of_storages
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
-from memfit.records import Change, Figure, PlanRun, ScriptPlan, StepOperations, Term, traits_of_strategy
+from memfit.records import (
+    Change,
+    Figure,
+    HostUnits,
+    PlanRun,
+    ScriptPlan,
+    StepOperations,
+    Term,
+    traits_of_strategy,
+)
+from memfit.timing.step_time import step_time_of_trace
 from memfit.units import format_gib
 
 _NOT_YET = "The time for the search was over before a plan fitted. Those that memfit has not run yet may fit."
@@ -57,11 +67,20 @@ class PlanSearch(ABC):
             compiled=self._compiled,
             written=self._written[0].found.step_time,
         )
+        if (host := self._limiting_host()) is not None and host.checkpointed_regions:
+            alone = self._script.run(Change(), "as written")
+            if isinstance(alone, TrialResult):
+                self._runs.written = step_time_of_trace(alone.trace) or self._runs.written
         self._optimizer = None if self._plain.operations is None else self._plain.operations.optimizer
         self._as_written: PlanRun | None = None
         self._best_so_far: PlanRun | None = None
         self._undivided = ""
         """As in ``ScriptPlan``."""
+
+    def _limiting_host(self) -> HostUnits | None:
+        """Return what the host does in a step as written, if that limits it."""
+        step, time = self._plain.trace.step, self._runs.written
+        return None if step is None or time is None or not time.is_bound_by_host else step.host
 
     def plan(self) -> ScriptPlan:
         """Return the fastest plan found, or why there is none."""

@@ -65,6 +65,9 @@ class PlanRuns:
     ) -> None:
         self.written = written
         """The time of a step with which those of the runs are compared."""
+        self.watched = written
+        """The same of a run whose operations were recorded: under the record, regions that a script
+        checkpoints itself seem to save more tensors, which take the host time."""
         self.again = 0.0
         """The time of running the model's forward on a batch again, relative to a step of the script as
         written; 0 if the model returns its loss, so that nothing runs again in slices."""
@@ -132,15 +135,21 @@ class PlanRuns:
         if isinstance(made, ScriptEnd):
             return made
         result, run = made
-        own = run.found.step_time
-        if own is not None and self.written is not None:
-            time = own.seconds / self.written.seconds + self.more_in_slices(plan)
+        own, written = run.found.step_time, self.watched if operations else self.written
+        if own is not None and written is not None:
+            time = own.seconds / written.seconds + self.more_in_slices(plan)
         elif callable(time):
             time = time(result)
         done = self.needs([run, *map(replayable_run_of_trial, result.others)], plan, time)
         done = replace(done, operations=result.counts)
         self.tried.append(done)
         return result, done
+
+    def make_for_time(
+        self, plan: Change, time: Callable[[TrialResult], float]
+    ) -> tuple[TrialResult, PlanRun] | ScriptEnd:
+        """Do what ``make`` does; operations are recorded if the time would not be known without them."""
+        return self.make(plan, time, operations=self.written is None)
 
     def more_in_slices(self, plan: Change) -> float:
         """Return the time that a plan takes if slices do what it leaves to the loop; that is 0 if nothing is.
