@@ -121,23 +121,51 @@ class BatchDivisionsToTry:
         def fastest() -> PlanRun:
             return self._sliced.fastest(found, [*ran, *self._runs.tried])
 
+        def recompute(base: CheckpointingBase) -> PlanRun:
+            """Search a base once more, with less memory: slices need the rest."""
+            more, left = self._sliced.more[base.change.parts], self.left
+            searched.add(id(base))
+            self._runs.chosen = None if is_made_by_loop(chosen.change) else chosen
+            self.left = []
+            self._runs.budget -= more
+            search([base])
+            self._runs.budget += more
+            self.left = left
+            return fastest()
+
+        searched: set[int] = set()
         chosen = fastest()
         while self.left and not self._sliced.refused:
             if not is_made_by_loop(chosen.change) and self._runs.fits(chosen):
                 break
-            bases += self.make(bases[0], bases[-1])
-            chosen = fastest()
-        self.left, budget = [], self._runs.budget
-        for base in bases:
-            more = self._sliced.more.get(base.change.parts, 0)
-            self._runs.chosen = None if is_made_by_loop(chosen.change) else chosen
-            if more and (self._runs.chosen is None or base.run.time < chosen.time - _WORTH_MORE_RUNS):
-                self._runs.budget -= more
-                search([base])
-                self._runs.budget = budget
+            if id(bases[-1]) not in searched and self._is_recomputation_faster(bases[0], bases[-1]):
+                chosen = recompute(bases[-1])
+            else:
+                bases += self.make(bases[0], bases[-1])
                 chosen = fastest()
+        self.left = []
+        for base in bases:
+            is_worth = is_made_by_loop(chosen.change) or base.run.time < chosen.time - _WORTH_MORE_RUNS
+            if self._sliced.more.get(base.change.parts) and id(base) not in searched and is_worth:
+                chosen = recompute(base)
         self._runs.chosen = None if is_made_by_loop(chosen.change) else chosen
         return search([base for base in bases if base.change.parts == 1])
+
+    def _is_recomputation_faster(self, whole: CheckpointingBase, last: CheckpointingBase) -> bool:
+        """Return whether slices are predicted to fit if more is recomputed, in less time than smaller ones.
+
+        Smaller parts take more time in proportion to their number.
+        """
+        more, parts = self._sliced.more.get(last.change.parts), last.change.parts
+        if not more or parts <= whole.change.parts:
+            return False
+        self._runs.budget -= more
+        choice = last.bracket.next()
+        self._runs.budget += more
+        each = (last.run.time - whole.run.time) / (parts - whole.change.parts)
+        return choice is not None and last.bracket.time(choice) < last.run.time + each * (
+            self.left[0].parts - parts
+        )
 
     def try_in_loop(self, chosen: PlanRun, bases: Sequence[CheckpointingBase]) -> None:
         """Run smaller micro-batches until some fit, where the loop would save far more time than memfit can.
