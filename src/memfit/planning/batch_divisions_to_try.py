@@ -125,7 +125,7 @@ class BatchDivisionsToTry:
             """Search a base once more, with less memory: slices need the rest."""
             more, left = self._sliced.more[base.change.parts], self.left
             searched.add(id(base))
-            self._runs.chosen = None if is_made_by_loop(chosen.change) else chosen
+            self._runs.chosen = chosen if leaves_loop() else None
             self.left = []
             self._runs.budget -= more
             search([base])
@@ -133,11 +133,12 @@ class BatchDivisionsToTry:
             self.left = left
             return fastest()
 
+        def leaves_loop() -> bool:
+            return not is_made_by_loop(chosen.change) and self._runs.fits(chosen)
+
         searched: set[int] = set()
         chosen = fastest()
-        while self.left and not self._sliced.refused:
-            if not is_made_by_loop(chosen.change) and self._runs.fits(chosen):
-                break
+        while self.left and not self._sliced.refused and not leaves_loop():
             if id(bases[-1]) not in searched and self._is_recomputation_faster(bases[0], bases[-1]):
                 chosen = recompute(bases[-1])
             else:
