@@ -148,7 +148,7 @@ class PlanSearch(ABC):
         )
         chosen = None if chosen is None else self._runs.made_by_loop(chosen)
         needs, bare, slowdown = as_written.needs, None, self._allowed.slowdown
-        bound = self._least_time if bound is None else bound
+        bound, rule = self._least_time if bound is None else bound, self._script.rule
         if needs.bytes > self._budget:
             bare = memory_needed_without_convolution_workspaces(trace, found, trace.device, needs)
         too_slow = chosen if chosen is not None and chosen.time > slowdown else None
@@ -161,7 +161,7 @@ class PlanSearch(ABC):
             chosen=chosen,
             smallest=smallest,
             bound=bound if chosen is None else min(bound, chosen.time),
-            rule=self._script.rule,
+            rule=f"a recorded step of each run, with {rule}" if self._runs.written else rule,
             tried=tuple(self._runs.tried),
             models=self._runs.models if in_model else (),
             optimizer=self._optimizer,
