@@ -3,7 +3,8 @@
     pip install pyarrow scipy
     python benchmarks/fit_kernel_times.py --data FOLDER [--kinds product_16 softmax] [--write]
 
-FOLDER has the tables, as measured_kernels.py reads them. Printed for each kind and card: rows, and of
+FOLDER has the tables, as measured_kernels.py and measured_convolutions.py read them, and what cards of your
+own measured, as measured_cards.py does. Printed for each kind and card: rows, and of
 |predicted / measured - 1| the median, the 90 % quantile, and that of kernels above 100 us; then the same with
 the card left out, by its nearest relative's coefficients. Half of the rows, at most 400, are fitted; all are
 judged.
@@ -19,17 +20,28 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median, quantiles
 
+import measured_cards
+import measured_convolutions
+import measured_kernels
 from measured_kernels import Row, rows_by_kind
 from measuring import ROOT
 
 from memfit.timing.collective_times import has_nvlink
-from memfit.timing.kernel_formulas import seconds_of_work
-from memfit.timing.kernel_times import COLLECTIVES, LONG, measured_device, nearest_relative
+from memfit.timing.kernel_formulas import Coefficients, seconds_of_work
+from memfit.timing.kernel_times import COLLECTIVES, LONG, carried_over, measured_device, nearest_relative
 
 TABLE = ROOT / "src/memfit/timing/kernel_times.toml"
 FITTED, ROUNDS, LEAST = 400, 500, 20
+ONLY_JUDGED = {"code-snippet"}
+"""Sources whose kernels are of another sort: they show how far off a relative may be."""
 LEAST_SECONDS = 1.5e-6
 """Of a kernel: about what the smallest of aiconfigurator's take, launched by CUDA graphs without the host."""
+MOST_SECONDS = {
+    **dict.fromkeys(("pointwise", "layer_norm", "softmax"), 5e-6),
+    **dict.fromkeys(("layer_norm_backward", "softmax_backward"), 1e-5),
+}
+"""Of kernels whose tables have none below 20 to 250 us, timed with the host: of one kernel, or two. Products
+that CUDA graphs launch take 1.5 to 3.3 us."""
 START = {
     "arithmetic": 0.8,
     "bandwidth": 0.8,
@@ -53,12 +65,12 @@ NAMES = {
 }
 
 
-def predicted(row: Row, fit: dict[str, float]) -> float:
+def predicted(row: Row, fit: Coefficients) -> float:
     """Return the seconds that the model gives to a row."""
     return sum(seconds_of_work(work, row.device, fit, warm=row.warm) for work in row.works)
 
 
-def errors(rows: list[Row], fit: dict[str, float]) -> list[float]:
+def errors(rows: list[Row], fit: Coefficients) -> list[float]:
     """Return log(predicted / measured) of each row."""
     return [math.log(predicted(row, fit) / row.seconds) for row in rows]
 
@@ -86,15 +98,23 @@ def fit_coefficients(kind: str, rows: list[Row]) -> dict[str, float]:
     """Return coefficients that minimise the mean error, pulled a little towards where the search starts."""
     from scipy.optimize import minimize
 
-    formula = "attention" if kind.startswith(("flash", "cudnn")) else kind.split("_", maxsplit=1)[0]
+    formula = (
+        "attention"
+        if kind.startswith(("flash", "cudnn", "efficient", "flex"))
+        else kind.split("_", maxsplit=1)[0]
+    )
     names = [*NAMES.get(formula, NAMES["traffic"])]
     if any(row.source == "aiconfigurator" for row in rows) and formula == "product":
         names.append("floor")  # timed in CUDA graphs, without the host
     start = [math.log(START[name]) for name in names]
     some = sample(rows)
 
+    def coefficients(logs: list[float]) -> dict[str, float]:
+        fit = {"floor": START["floor"]} | dict(zip(names, map(math.exp, logs), strict=True))
+        return fit | {"floor": min(fit["floor"], MOST_SECONDS.get(kind, math.inf))}
+
     def loss(logs: list[float]) -> float:
-        off = errors(some, {"floor": START["floor"]} | dict(zip(names, map(math.exp, logs), strict=True)))
+        off = errors(some, coefficients(logs))
         pull = sum((log - first) ** 2 for log, first in zip(logs, start, strict=True)) / len(names)
         return (
             sum(map(abs, off)) / len(off)
@@ -105,7 +125,7 @@ def fit_coefficients(kind: str, rows: list[Row]) -> dict[str, float]:
     found = minimize(
         loss, start, method="Nelder-Mead", options={"maxiter": ROUNDS, "xatol": 1e-2, "fatol": 1e-4}
     )
-    fit = {"floor": START["floor"]} | dict(zip(names, map(math.exp, found.x), strict=True))
+    fit = coefficients(found.x)
     fit["floor"] = max(fit["floor"], LEAST_SECONDS)
     return {name: float(f"{value:.3g}") for name, value in fit.items()}
 
@@ -115,7 +135,7 @@ def share(log: float) -> float:
     return round(math.expm1(log), 3)
 
 
-def judged(rows: list[Row], fit: dict[str, float]) -> tuple[list[float], list[float]]:
+def judged(rows: list[Row], fit: Coefficients) -> tuple[list[float], list[float]]:
     """Return the errors of all rows, and of kernels above 100 us; the same if there are none."""
     off = [(abs(each), row.seconds > LONG) for each, row in zip(errors(rows, fit), rows, strict=True)]
     every = sorted(each for each, _ in off)
@@ -129,29 +149,36 @@ def in_words(every: list[float], long: list[float]) -> str:
 
 def fit_kind(kind: str, cards: dict[str, list[Row]]) -> tuple[dict[str, dict[str, object]], list[float]]:
     """Fit a kind on each card; return what the table says of each, and relatives' spreads. Prints errors."""
-    fits = {card: fit_coefficients(kind, rows) for card, rows in cards.items()}
+    fits = {
+        card: fit_coefficients(kind, rows)
+        for card, rows in cards.items()
+        if rows[0].source not in ONLY_JUDGED
+    }
     entries: dict[str, dict[str, object]] = {}
     pooled: tuple[list[float], list[float]] = [], []
     for card, rows in cards.items():
-        every, long = judged(rows, fits[card])
-        entries[card] = fits[card] | {
-            "rows": len(rows),
-            "source": "+".join(sorted({row.source for row in rows})),
-            "median": share(median(every)),
-            "spread": share(ninth(every)),
-            "long": share(ninth(long)),
-        }
+        own = "not fitted"
+        if card in fits:
+            every, long = judged(rows, fits[card])
+            own = in_words(every, long)
+            entries[card] = fits[card] | {
+                "rows": len(rows),
+                "source": "+".join(sorted({row.source for row in rows})),
+                "median": share(median(every)),
+                "spread": share(ninth(every)),
+                "long": share(ninth(long)),
+            }
         near = nearest_relative(measured_device(card), [name for name in fits if name != card], kind)
         beside = ""
         alike = kind not in COLLECTIVES or near is None or is_linked_alike(card, near)
         if near is not None and alike:
-            left_out = judged(rows, fits[near])
+            left_out = judged(rows, carried_over(kind, fits[near], near, measured_device(card)))
             for some, off in zip(pooled, left_out, strict=True):
                 some += [
                     off[int((place + 0.5) / 100 * len(off))] for place in range(100)
                 ]  # cards count alike
             beside = f"| {in_words(*left_out)}  by {near}"
-        print(f"{kind:20} {card:14} {len(rows):6} {in_words(every, long)} {beside}", flush=True)
+        print(f"{kind:20} {card:14} {len(rows):6} {own:23} {beside}", flush=True)
     return entries, [share(ninth(each)) for each in pooled] if pooled[0] else [0.5, 0.5]
 
 
@@ -177,8 +204,17 @@ def write(fitted: dict[str, tuple[dict[str, dict[str, object]], list[float]]]) -
         if block is None:
             text += f"\n[kind.{kind}]\n" + "\n".join(lines) + "\n"
             continue
-        kept = [line for line in block[0].rstrip().splitlines() if not re.match(r"relative|card\.", line)]
-        text = text[: block.start()] + "\n".join([*kept, *lines]) + "\n\n" + text[block.end() :]
+        old = block[0].rstrip().splitlines()
+        fitted_before = [re.match(r"relative|card\.", line) is not None for line in old]
+        place = fitted_before.index(True) if any(fitted_before) else len(old)
+        kept = [line for line, was in zip(old, fitted_before, strict=True) if not was]
+        end = "\n" if kept[place:] else "\n\n"  # what stands before the next kind belongs to that one
+        text = (
+            text[: block.start()]
+            + "\n".join([*kept[:place], *lines, *kept[place:]])
+            + end
+            + text[block.end() :]
+        )
     tomllib.loads(text)
     TABLE.write_text(text.rstrip() + "\n", encoding="utf-8")
 
@@ -192,7 +228,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", help="only these kinds")
     parser.add_argument("--write", action="store_true", help="write kernel_times.toml")
     options = parser.parse_args()
-    kinds = rows_by_kind(options.data)
+    readers = measured_kernels.READERS | measured_convolutions.READERS | measured_cards.READERS
+    kinds = rows_by_kind(options.data, readers)
     print(
         f"{'kind':20} {'card':14} {'rows':>6} {'median':>7} {'90 %':>7} {'>100 us':>7} | left out: the same"
     )

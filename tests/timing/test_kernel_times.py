@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memfit.devices import all_devices, find_device, mig_slices
 from memfit.records import Operand, Operation
-from memfit.timing.kernel_formulas import COEFFICIENTS, seconds_of_work
+from memfit.timing.kernel_formulas import COEFFICIENTS, seconds_of_work, share_of_large_product
 from memfit.timing.kernel_times import (
     LONG,
     Basis,
@@ -19,6 +19,7 @@ from memfit.timing.kernel_times import (
     find_coefficients,
     kernel_table,
     measured_device,
+    nearest_relative,
 )
 from memfit.timing.kernel_work import work_of
 
@@ -182,6 +183,20 @@ def test_without_the_cards_own_tables_a_relatives_serve_with_a_wider_interval():
     assert own.of(work).spread < other.of(work).spread
 
 
+@pytest.mark.parametrize(
+    ("card", "near"), [("RTX 3090", "RTX 3070"), ("A10", "RTX 3070"), ("L4", "RTX 3070"), ("A100", "T4")]
+)
+def test_convolutions_carry_over_as_large_products_differ_whatever_the_memory(card, near):
+    device, table = find_device(card), kernel_table()["kind"]["convolution_16"]["card"]
+    assert nearest_relative(device, [*table], "convolution_16") == near
+    ours, theirs = (
+        share_of_large_product(find_coefficients("product_16", each).values)
+        for each in (device, measured_device(near))
+    )
+    arithmetic = find_coefficients("convolution_16", device).values["arithmetic"]
+    assert arithmetic / table[near]["arithmetic"] == pytest.approx(ours / theirs)
+
+
 def test_a_kind_without_tables_says_so():
     time = KernelTimes(find_device("H100")).of(pointwise("aten.clone.default", 1 << 24, operands=1))
     assert time.basis is Basis.DATA_SHEET
@@ -294,6 +309,25 @@ def test_the_best_products_of_cards_whose_clock_under_load_is_known(card, sizes,
     assert 2 * math.prod(sizes) / seconds / 1e12 == pytest.approx(measured, rel=0.03)
 
 
+def test_a_card_with_less_power_multiplies_slower():
+    [sxm, pcie, of_40] = (
+        KernelTimes(find_device(card)).of(product(8192, 8192, 8192))
+        for card in ("A100-80GB", "A100-80GB PCIe", "A100-40GB PCIe")
+    )
+    assert 1.1 * sxm.seconds < pcie.seconds < 1.2 * sxm.seconds  # SimuMax: by 13 to 16 %
+    assert of_40.seconds == pytest.approx(pcie.seconds, rel=0.02)
+    assert (pcie.basis, of_40.basis) == (Basis.CARD, Basis.RELATIVE)
+
+
+@pytest.mark.parametrize(
+    "name", ["aten.native_layer_norm.default", "aten._softmax.default", "aten.mul.Tensor"]
+)
+@pytest.mark.parametrize("card", ["A100-40GB", "A100-80GB", "V100-32GB", "T4", "L4", "H100"])
+def test_a_tiny_kernel_takes_microseconds_though_tables_have_none(card, name):
+    tiny = operation(name, tensor(8, 128), results=(tensor(8, 128),))
+    assert 1e-6 < KernelTimes(find_device(card)).of(tiny).seconds < 6e-6
+
+
 def test_what_the_kernel_before_left_in_the_cache_is_read_faster():
     times = KernelTimes(find_device("L40S"))  # 96 MiB of L2 cache
     small, large = (times.of(pointwise("aten.add.Tensor", n, 1 << 20)).seconds for n in (1, 64))
@@ -313,6 +347,16 @@ def test_images_with_channels_first_are_copied_for_tensor_cores():
     ]
     assert times[0][0].seconds > times[0][1].seconds  # in TF32
     assert times[1][0].seconds == times[1][1].seconds
+
+
+def test_a_convolution_reads_only_what_its_strides_do_not_pass_over():
+    image, out = tensor(8, 64, 56, 56), tensor(8, 128, 28, 28)
+    read = [
+        work_of(operation("aten.convolution.default", image, tensor(128, 64, n, n), results=(out,))).traffic
+        - 4 * (128 * 64 * n * n + 8 * 128 * 28 * 28)
+        for n in (1, 3)
+    ]
+    assert read == [4 * 8 * 64 * 28 * 28, 4 * 8 * 64 * 56 * 56]
 
 
 def test_convolutions_are_products():
