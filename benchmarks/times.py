@@ -192,7 +192,8 @@ def predict(trace: Path, row: TimedRow, *, without_own: bool) -> tuple[float, fl
     if row.counts == "forward+backward":
         passes = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
         order = zip(step.order, step.labels, strict=True)
-        kept = [each for each in order if labels[each[1]].phase in passes]
+        waits = {at for at, each in enumerate(step.operations) if each.name == "cuda.synchronize"}
+        kept = [each for each in order if labels[each[1]].phase in passes or each[0] in waits]
         order, places = tuple(at for at, _ in kept), tuple(label for _, label in kept)
         step = replace(step, order=order, labels=places, after=())
     found = step_time(step, labels, find_device(row.card), without_own=without_own)

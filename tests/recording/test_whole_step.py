@@ -139,6 +139,36 @@ def test_the_host_waits_where_the_script_reads_a_number(dry_run, tmp_path):
     assert waits == ["aten._local_scalar_dense.default"]
 
 
+@pytest.mark.parametrize(
+    ("waits", "names"),
+    [
+        ("torch.cuda.synchronize()", ["cuda.synchronize"]),
+        ("torch.cuda.current_stream().synchronize()", ["cuda.synchronize_stream"]),
+        ("event = torch.cuda.Event(); event.record(); event.synchronize()", ["cuda.synchronize_event"]),
+    ],
+)
+def test_the_host_waits_where_the_script_synchronises(dry_run, tmp_path, waits, names):
+    step, _ = step_of(dry_run, tmp_path, LOOP.replace("optimizer.zero_grad()", waits))
+    found = [(place, step.operations[number]) for place, number in enumerate(step.order)]
+    assert [each.name for _, each in found if each.waits] == names
+    ((place, wait),) = [(place, each) for place, each in found if each.waits]
+    assert (wait.stream, [before for after, before in step.after if after == place]) in (
+        (EVERY_STREAM, []),
+        (0, []),
+        (NO_STREAM, [place - 1]),  # the update, which the event follows
+    )
+    assert step.host.operations == len(step.order) - 1
+
+
+def test_memory_that_each_step_asks_of_the_driver_takes_time_and_a_growing_cache_does_not(dry_run, tmp_path):
+    emptied, _ = step_of(dry_run, tmp_path, LOOP.replace("optimizer.zero_grad()", "torch.cuda.empty_cache()"))
+    names = Counter(emptied.operations[number].name for number in emptied.order)
+    assert 0 < names["cuda.malloc"] <= names["cuda.free"]
+    grown = "kept = globals().setdefault('kept', []); kept.append(torch.ones(1 << 24, device='cuda'))"
+    growing, _ = step_of(dry_run, tmp_path, LOOP.replace("optimizer.zero_grad()", grown))
+    assert not any(operation.name.startswith(DRIVER) for operation in growing.operations)
+
+
 CAPTURED = """
     def step():
         optimizer.zero_grad()

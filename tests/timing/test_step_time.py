@@ -5,7 +5,18 @@ from dataclasses import replace
 import pytest
 
 from memfit.devices import find_device
-from memfit.records import ASSUMED_HOST_TIMES, EventLabel, HostUnits, Operand, Operation, Phase, WholeStep
+from memfit.records import (
+    ASSUMED_HOST_TIMES,
+    EVERY_STREAM,
+    NO_STREAM,
+    EventLabel,
+    HostUnits,
+    Operand,
+    Operation,
+    Phase,
+    SecondsPerDriverCall,
+    WholeStep,
+)
 from memfit.report.terminal.step_time import step_time_lines
 from memfit.timing.kernel_times import Basis, KernelTimes
 from memfit.timing.step_time import seconds_to_issue, step_time
@@ -78,6 +89,21 @@ def test_a_replay_of_a_cuda_graph_issues_all_of_its_kernels_at_once():
     first, *others = seconds_to_issue(replayed, LABELS, ASSUMED_HOST_TIMES)
     assert first == pytest.approx(ASSUMED_HOST_TIMES.step_seconds(replayed.host))
     assert others == [0.0] * 99
+
+
+def test_calls_of_the_driver_cost_the_host_and_some_wait_for_every_stream():
+    kernels = [replace(product("float16"), stream=stream) for stream in (0, 1)]
+    fields = -1, -1, (), (), (), 0, 0, "", False, 0.0, 0
+    free = Operation("cuda.free", *fields, stream=EVERY_STREAM, waits=True)
+    malloc = Operation("cuda.malloc", *fields, stream=NO_STREAM)
+    plain = step_of(*((each, FORWARD) for each in kernels))
+    driven = step_of((malloc, FORWARD), *((each, FORWARD) for each in kernels), (free, BACKWARD))
+    again = time_of(driven).seconds - time_of(plain).seconds
+    calls = SecondsPerDriverCall()
+    assert again == pytest.approx(calls.malloc + calls.free)  # the GPU idles meanwhile
+    assert time_of(step_of(*((each, FORWARD) for each in kernels), (malloc, FORWARD))).seconds == (
+        pytest.approx(time_of(plain).seconds)  # the host is ahead
+    )
 
 
 def test_a_step_with_decompositions_has_no_time():

@@ -96,9 +96,13 @@ def read_execution_trace(written: bytes, marks: str, inner: str) -> tuple[list[T
     left = list(inside[-1])
     found: list[tuple[int, TraceNode]] = []
 
+    def take_marks(node: TraceNode) -> list[TraceNode]:
+        marks = [each for each in _all_inside(node, inside) if each.name.startswith(inner)]
+        found.extend((mark.id, mark) for mark in marks)
+        return marks
+
     def take(node: TraceNode, *, after_inner: bool) -> None:
-        inner_marks = [each for each in _all_inside(node, inside) if each.name.startswith(inner)]
-        found.extend((mark.id, mark) for mark in inner_marks)
+        inner_marks = take_marks(node)
         found.append((max(each.id for each in (node, *(inner_marks if after_inner else ()))), node))
 
     while left:
@@ -110,6 +114,8 @@ def read_execution_trace(written: bytes, marks: str, inner: str) -> tuple[list[T
             left += parts
         elif _runs_on_gpu(node):
             take(node, after_inner=True)
+        else:  # it may allocate
+            take_marks(node)
     # Threads run beside each other: autograd's runs while the one that called it waits.
     return [node for _, node in sorted(found, key=lambda each: each[0])], Counter(node.name for node in nodes)
 

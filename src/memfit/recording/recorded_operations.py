@@ -9,11 +9,13 @@ from memfit.recording.operation_observer import LABEL_MARK
 from memfit.recording.operation_of_call import layout_of_strides
 from memfit.recording.step_streams import MARK as STREAM_MARK
 from memfit.recording.step_streams import StepStreams
-from memfit.records import Operand, Operation
+from memfit.records import DRIVER, Operand, Operation
 
 COMPILED_MARK, REPLAY_MARK, ONCE_MARK = (f"{LABEL_MARK}{name}" for name in ("compiled:", "replay:", "once"))
 """Around a call of a compiled graph, and after a replay of a CUDA graph, with their numbers; around what no
 other step does."""
+_FREES = (f"{STREAM_MARK}free", f"{STREAM_MARK}unmap")
+_ALLOCATES = (f"{DRIVER}malloc", f"{DRIVER}map")
 CompiledCalls = Sequence[tuple[tuple[KernelWork, ...], bool]]
 """The kernels of each call of a compiled graph, and whether it replayed them as a CUDA graph."""
 
@@ -40,12 +42,15 @@ class RecordedOperations:
         nodes, names = read_execution_trace(written, LABEL_MARK, inner=STREAM_MARK)
         self.names = names
         """How many nodes of each name there are."""
+        # A step that only allocates makes the cache grow: later ones find there what they need.
+        grows = not any(node.name.startswith(_FREES) for node in nodes)
         label_of: dict[int, int] = {}  # by thread
         for node in nodes:
             thread = node.attribute("tid")
             if node.name.startswith(STREAM_MARK):
                 for each in self.streams.read(node.name, thread):
-                    self._add(each, label_of.get(thread, 0))
+                    if not (grows and each.name in _ALLOCATES):
+                        self._add(each, label_of.get(thread, 0))
             elif node.name.removeprefix(LABEL_MARK).isdecimal():
                 label = int(node.name.removeprefix(LABEL_MARK))
                 if label_of.get(thread) != label:  # no mere moment, as plans' own record asks for

@@ -5,13 +5,15 @@
     memfit:gpu:wait:E:S                 what stream S is given from here on waits for event E
     memfit:gpu:nccl:NAME:...:S          a call of NCCL on stream S, and
     memfit:gpu:launch                     the kernel that runs all calls of a group
+    memfit:gpu:synchronize_stream:S     the host waits for stream S; so for an event, or for all streams
+    memfit:gpu:malloc, free, ...        the host asks memory of the driver; to free some, it waits for all
 
 ``runtime/cuda/stream_marks.c`` leaves them. Handles are addresses, and events are used again and again.
 """
 
 from collections import defaultdict
 
-from memfit.records import Operand, Operation
+from memfit.records import DRIVER, EVERY_STREAM, NO_STREAM, Operand, Operation
 
 MARK = "memfit:gpu:"
 _DEFAULT = "(nil)"
@@ -62,18 +64,35 @@ class StepStreams:
         kind, *values = name.removeprefix(MARK).split(":")
         if kind == "launch":
             return _launched(self._calls.pop(thread, []))
+        if kind in {"malloc", "map"}:
+            return [_call_of_driver(kind, NO_STREAM)]
+        if kind in {"free", "unmap", "synchronize"}:
+            return [_call_of_driver(kind, EVERY_STREAM, waits=True)]
+        if kind == "synchronize_event":
+            self._wait(NO_STREAM, self._events.get(values[0], {}))
+            return [_call_of_driver(kind, NO_STREAM, waits=True)]
         stream = self._numbers.setdefault(values[-1], len(self._numbers))
         if kind == "stream":
             self._of_thread[thread] = stream
+        elif kind == "synchronize_stream":
+            return [_call_of_driver(kind, stream, waits=True)]
         elif kind == "record":
             self._events[values[0]] = dict(self._frontiers[stream])
         elif kind == "wait":
-            own = self._frontiers[stream]
-            for other, last in self._events.get(values[0], {}).items():
-                own[other] = max(last, own.get(other, -1))
+            self._wait(stream, self._events.get(values[0], {}))
         else:
             self._calls[thread].append(_call(values, stream))
         return []
+
+    def _wait(self, stream: int, frontier: Frontier) -> None:
+        own = self._frontiers[stream]
+        for other, last in frontier.items():
+            own[other] = max(last, own.get(other, -1))
+
+
+def _call_of_driver(kind: str, stream: int, *, waits: bool = False) -> Operation:
+    fields = f"{DRIVER}{kind}", -1, -1, (), (), (), 0, 0, "", False, 0.0, 0
+    return Operation(*fields, stream=stream, waits=waits)
 
 
 def _call(values: list[str], stream: int) -> Operation:

@@ -73,7 +73,10 @@ from memfit.records.script_change import (
 from memfit.records.script_end import CHECK, FINITE_CHECK, ScriptEnd, StandIn
 from memfit.records.script_options import LoaderBatchSize, ScriptOption, ScriptOptionPurpose
 from memfit.records.step_operations import (
+    DRIVER,
+    EVERY_STREAM,
     LEAST_RECOMPUTED,
+    NO_STREAM,
     InputTensor,
     ModuleCall,
     Operand,

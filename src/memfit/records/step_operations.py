@@ -5,6 +5,10 @@ from typing import NamedTuple
 
 LEAST_RECOMPUTED = 1 << 14
 """Bytes: where tensors are recomputed one by one, smaller results are kept."""
+DRIVER = "cuda."
+"""What the names of calls begin with that give the GPU no work: ``cuda.malloc``, ``cuda.synchronize``."""
+NO_STREAM, EVERY_STREAM = -1, -2
+"""In place of a stream's number: of what the host does alone, and of what it does when all have ended."""
 _NOT_THE_SAME = ("empty", "new_empty")
 """Operations whose results others fill, perhaps past PyTorch's dispatcher."""
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
@@ -99,9 +103,9 @@ class Operation:
     launches: int = 0
     """Kernels and library calls that it issued, as the ghost counted them."""
     stream: int = 0
-    """The stream that was current."""
+    """The stream that was current; or ``NO_STREAM``, ``EVERY_STREAM``."""
     waits: bool = False
-    """Whether the host waited in it for the GPU."""
+    """Whether the host waited in it for its stream."""
     ranks: int = 1
     """That take part in it. A collective is ``nccl.all_reduce``: ``operands`` are what this rank sends,
     ``results`` what it receives."""

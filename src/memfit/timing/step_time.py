@@ -10,11 +10,13 @@ from memfit.devices import Device, find_device
 from memfit.errors import UnknownDeviceError
 from memfit.records import (
     ASSUMED_HOST_TIMES,
+    DRIVER,
     CommunicationTime,
     EventLabel,
     HostTimes,
     MarkKind,
     Phase,
+    SecondsPerDriverCall,
     StepTime,
     TimeShare,
     Trace,
@@ -225,14 +227,25 @@ def seconds_to_issue(step: WholeStep, labels: Sequence[EventLabel], host: HostTi
     others by all. A replay of a CUDA graph issues its operations with the first of them.
     """
     is_backward = [labels[label].phase is Phase.BACKWARD for label in step.labels]
-    issues = [True] * len(step.order)
+    issues = [not step.operations[number].name.startswith(DRIVER) for number in step.order]
     for first, end in step.replays:
         issues[first + 1 : end] = [False] * (end - first - 1)
     python = step.host.python_calls * host.one.python_calls
     beside = (host.step_seconds(step.host) - python) / max(sum(issues), 1)
     calls = [issued and not backward for issued, backward in zip(issues, is_backward, strict=True)]
     calling = python / max(sum(calls), 1)
-    return [beside * issued + calling * called for issued, called in zip(issues, calls, strict=True)]
+    driver = [_seconds_of_driver(operation.name) for operation in step.operations]
+    return [
+        driver[number] + beside * issued + calling * called
+        for number, issued, called in zip(step.order, issues, calls, strict=True)
+    ]
+
+
+def _seconds_of_driver(name: str) -> float:
+    """Return the seconds of a call of the driver's for memory, the work apart that it waits for; else 0."""
+    return float(
+        getattr(SecondsPerDriverCall(), name.removeprefix(DRIVER), 0.0) if name.startswith(DRIVER) else 0.0
+    )
 
 
 def _shares(parts: Iterable[tuple[str, float]]) -> tuple[TimeShare, ...]:

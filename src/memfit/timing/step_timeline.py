@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from memfit.records.step_operations import EVERY_STREAM
+
 _SEVERAL = 2
 _STEPS = 3
 """Steps that are simulated: the last one begins with the lead that the host has in all later ones."""
@@ -30,7 +32,7 @@ class QueuedWork:
     """That it runs on the GPU."""
     stream: int = 0
     waits: bool = False
-    """Whether the host then waits for its stream."""
+    """Whether the host then waits for its stream, or for all."""
     after: tuple[int, ...] = ()
     """Work of other streams that must have ended first, by its place in the step."""
     share: float = 0.0
@@ -85,12 +87,13 @@ def step_timeline(work: Iterable[QueuedWork]) -> StepTimeline:
                 free[each.stream] = start + each.seconds
             starts.append(start)
             if each.waits:
-                now = max(now, free[each.stream])
+                now = max(now, *(free.values() if each.stream == EVERY_STREAM else [free[each.stream]]))
         end = max(now, *free.values())
     crowded = _seconds_of_crowding(queue, starts)
     busy: defaultdict[int, float] = defaultdict(float)
     for each in queue:
-        busy[each.stream] += each.seconds
+        if each.seconds:
+            busy[each.stream] += each.seconds
     host = sum(each.issue for each in queue)
     working, until = 0.0, 0.0
     for start, each in sorted(zip(starts, queue, strict=True), key=lambda pair: pair[0]):

@@ -7,6 +7,7 @@
  *
  * A call that fails changes nothing.
  */
+#include "cuda/stream_marks.h"
 #include "core/ghost.h"
 
 #include "hash_table.h"
@@ -97,10 +98,15 @@ static status release(void *pointer, enum ghost_action action, const void *strea
     return SUCCESS;
 }
 
-API status cudaMalloc(void **pointer, size_t size) { return allocate(pointer, size, false, NULL); }
+API status cudaMalloc(void **pointer, size_t size)
+{
+    mark("malloc");
+    return allocate(pointer, size, false, NULL);
+}
 
 API status cudaFree(void *pointer)
 {
+    mark("free");
     synchronize_everything(); /* cudaFree waits for the device; PyTorch relies on it */
     return free_managed(pointer) ? SUCCESS : release(pointer, GHOST_FREE, NULL);
 }

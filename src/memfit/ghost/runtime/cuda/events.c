@@ -53,6 +53,7 @@ API status cudaEventQuery(struct event *event)
 
 API status cudaEventSynchronize(struct event *event)
 {
+    mark("synchronize_event:%p", (void *)event);
     host_waits(event->stream, event->ticket);
     event->ticket = 0;
     return SUCCESS;

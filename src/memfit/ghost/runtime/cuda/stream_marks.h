@@ -4,8 +4,8 @@
 
 #include "core/ghost.h"
 
-/* Mark in the trace of PyTorch's observer on which stream work runs, which work of others it waits for, and what NCCL
- * is asked for; NULLs: no longer. Source: aoti_record_function_start and _end, torch/csrc/inductor/aoti_torch/c/shim.h,
+/* Mark in the trace of PyTorch's observer on which stream work runs, which work of others it waits for, what NCCL
+ * is asked for, where the host waits, and what memory it asks of the driver; NULLs: no longer. Source: aoti_record_function_start and _end, torch/csrc/inductor/aoti_torch/c/shim.h,
  * PyTorch 2.10 and 2.14. They need no lock of Python's, which the allocator's thread must not wait for. */
 typedef int (*ghost_record_start)(const char *name, void *keywords, const void *inputs, uint64_t count,
                                   void **record);

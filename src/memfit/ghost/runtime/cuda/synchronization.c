@@ -5,6 +5,7 @@
  * stream beyond it, or for a stream that waits for it: the host may be far ahead of a stream that waits, so the
  * wait alone finishes nothing. That is how PyTorch's deferred frees (record_stream) come late.
  */
+#include "cuda/stream_marks.h"
 #include "core/ghost.h"
 #include "array.h"
 
@@ -120,6 +121,7 @@ API status cudaStreamQuery(void *stream)
 
 API status cudaStreamSynchronize(void *stream)
 {
+    mark("synchronize_stream:%p", stream);
     if (held != HOLD_UNTIL_AWAITED) {
         synchronize_everything();
         return SUCCESS;
@@ -130,5 +132,5 @@ API status cudaStreamSynchronize(void *stream)
 }
 
 ALSO(cuStreamSynchronize, cudaStreamSynchronize)
-ENTRY(cudaDeviceSynchronize(void), synchronize_everything())
+ENTRY(cudaDeviceSynchronize(void), mark("synchronize"), synchronize_everything())
 ALSO(cuCtxSynchronize, cudaDeviceSynchronize)

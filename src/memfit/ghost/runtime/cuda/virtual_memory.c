@@ -5,6 +5,7 @@
  *   cuMemMap              the piece at an address
  *   cuMemUnmap, cuMemRelease   the piece is returned once it is both unmapped and released
  */
+#include "cuda/stream_marks.h"
 #include "core/ghost.h"
 
 #include "hash_table.h"
@@ -103,6 +104,7 @@ API status cuMemRelease(struct physical *handle)
 API status cuMemMap(uint64_t address, size_t size, size_t offset, struct physical *handle,
                     unsigned long long flags)
 {
+    mark("map");
     if (!aligned(address) || size == 0 || size > handle->size || offset > handle->size - size)
         return INVALID_VALUE;
     struct mapping *made = malloc(sizeof *made);
@@ -122,6 +124,7 @@ API status cuMemMap(uint64_t address, size_t size, size_t offset, struct physica
 
 API status cuMemUnmap(uint64_t address, size_t size)
 {
+    mark("unmap");
     synchronize_everything();
     status result = SUCCESS;
     ghost_lock();
