@@ -2,14 +2,23 @@
 
 NeuSight's author timed the model's forward and the backward, and not the loss. Gradients add up from step to
 step: the optimizer has one small parameter, and only marks where a step ends. With ``--half``, as Hugging Face
-timed its attention: weights in float16, the sum of the logits as loss, and gradients cleared in each step.
+timed its attention: weights in float16, the sum of the logits as loss, gradients cleared in each step, and the
+results of the last step alive. OPT's eager attention then is that of transformers up to 4.48.
 """
 
 import argparse
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoModelForPreTraining, BertConfig, GPT2Config, OPTConfig
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForPreTraining,
+    BertConfig,
+    GPT2Config,
+    OPTConfig,
+)
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 CONFIGS = {
     "bert-base": BertConfig(),
@@ -31,6 +40,13 @@ CONFIGS = {
 }
 
 
+def attention_of_2024(module, query, key, value, mask, scaling, dropout, **options):
+    scores = query @ key.transpose(-1, -2) + mask
+    least = torch.tensor(torch.finfo(scores.dtype).min, device=scores.device)
+    weights = F.softmax(torch.max(scores, least), dim=-1, dtype=torch.float32).to(query.dtype)
+    return (F.dropout(weights, dropout) @ value).transpose(1, 2), weights
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=CONFIGS)
@@ -44,8 +60,13 @@ def main():
     torch.backends.cudnn.allow_tf32 = False
     config = CONFIGS[args.model]
     kind = AutoModelForPreTraining if args.model == "bert-large" else AutoModelForCausalLM
+    attention = args.attention
+    if args.half and attention == "eager" and args.model == "opt-350m":
+        attention = "of_2024"
+        AttentionInterface.register(attention, attention_of_2024)
+        AttentionMaskInterface.register(attention, eager_mask)
     with torch.device("cuda"):
-        model = kind.from_config(config, attn_implementation=args.attention).train()
+        model = kind.from_config(config, attn_implementation=attention).train()
     if args.half:
         model.half()
     marks = torch.optim.SGD([next(weight for weight in model.parameters() if weight.dim() == 1)], lr=1e-6)
@@ -61,7 +82,7 @@ def main():
             loss = logits.sum()
         else:
             loss = F.cross_entropy(logits.view(-1, logits.size(-1)), tokens.view(-1))
-        del result, logits
+            del result, logits
         loss.backward()
         marks.step()
 
