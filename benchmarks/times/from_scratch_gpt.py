@@ -145,8 +145,7 @@ def main():
             tokens = targets = text.transpose(0, 1).contiguous()
         optimizer.zero_grad()
         with torch.autocast("cuda", getattr(torch, args.amp)) if args.amp else nullcontext():
-            logits = step(tokens)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten().long())
+            loss = F.cross_entropy(step(tokens).flatten(0, 1), targets.flatten().long())
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
