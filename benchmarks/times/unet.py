@@ -13,7 +13,8 @@ CLASSES = MODALITIES = 4
 class Block(nn.Module):
     def __init__(self, args, inside, outside, stride=1):
         super().__init__()
-        conv, norm = (nn.Conv2d, nn.InstanceNorm2d) if args.dimensions == 2 else (nn.Conv3d, nn.InstanceNorm3d)
+        flat = args.dimensions == 2
+        conv, norm = (nn.Conv2d, nn.InstanceNorm2d) if flat else (nn.Conv3d, nn.InstanceNorm3d)
         self.conv_1 = conv(inside, outside, 3, stride, padding=1, bias=False)
         self.conv_2 = conv(outside, outside, 3, padding=1, bias=False)
         self.norm_1, self.norm_2 = norm(outside, affine=True), norm(outside, affine=True)
