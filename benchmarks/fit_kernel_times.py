@@ -3,10 +3,10 @@
     pip install pyarrow scipy
     python benchmarks/fit_kernel_times.py --data FOLDER [--kinds product_16 softmax] [--write]
 
-FOLDER has the tables, as measured_kernels.py reads them. Printed for each kind and card: rows, and of
-|predicted / measured - 1| the median, the 90 % quantile, and that of kernels above 100 us; then the same with
-the card left out, by its nearest relative's coefficients. Half of the rows, at most 400, are fitted; all are
-judged.
+FOLDER has the tables, as measured_kernels.py and measured_convolutions.py read them. Printed for each kind
+and card: rows, and of |predicted / measured - 1| the median, the 90 % quantile, and that of kernels above
+100 us; then the same with the card left out, by its nearest relative's coefficients. Half of the rows, at
+most 400, are fitted; all are judged.
 """
 
 import argparse
@@ -19,15 +19,19 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median, quantiles
 
+import measured_convolutions
+import measured_kernels
 from measured_kernels import Row, rows_by_kind
 from measuring import ROOT
 
 from memfit.timing.collective_times import has_nvlink
-from memfit.timing.kernel_formulas import seconds_of_work
-from memfit.timing.kernel_times import COLLECTIVES, LONG, measured_device, nearest_relative
+from memfit.timing.kernel_formulas import Coefficients, seconds_of_work
+from memfit.timing.kernel_times import COLLECTIVES, LONG, carried_over, measured_device, nearest_relative
 
 TABLE = ROOT / "src/memfit/timing/kernel_times.toml"
 FITTED, ROUNDS, LEAST = 400, 500, 20
+ONLY_JUDGED = {"code-snippet"}
+"""Sources whose kernels are of another sort: they show how far off a relative may be."""
 LEAST_SECONDS = 1.5e-6
 """Of a kernel: about what the smallest of aiconfigurator's take, launched by CUDA graphs without the host."""
 START = {
@@ -53,12 +57,12 @@ NAMES = {
 }
 
 
-def predicted(row: Row, fit: dict[str, float]) -> float:
+def predicted(row: Row, fit: Coefficients) -> float:
     """Return the seconds that the model gives to a row."""
     return sum(seconds_of_work(work, row.device, fit, warm=row.warm) for work in row.works)
 
 
-def errors(rows: list[Row], fit: dict[str, float]) -> list[float]:
+def errors(rows: list[Row], fit: Coefficients) -> list[float]:
     """Return log(predicted / measured) of each row."""
     return [math.log(predicted(row, fit) / row.seconds) for row in rows]
 
@@ -115,7 +119,7 @@ def share(log: float) -> float:
     return round(math.expm1(log), 3)
 
 
-def judged(rows: list[Row], fit: dict[str, float]) -> tuple[list[float], list[float]]:
+def judged(rows: list[Row], fit: Coefficients) -> tuple[list[float], list[float]]:
     """Return the errors of all rows, and of kernels above 100 us; the same if there are none."""
     off = [(abs(each), row.seconds > LONG) for each, row in zip(errors(rows, fit), rows, strict=True)]
     every = sorted(each for each, _ in off)
@@ -129,29 +133,36 @@ def in_words(every: list[float], long: list[float]) -> str:
 
 def fit_kind(kind: str, cards: dict[str, list[Row]]) -> tuple[dict[str, dict[str, object]], list[float]]:
     """Fit a kind on each card; return what the table says of each, and relatives' spreads. Prints errors."""
-    fits = {card: fit_coefficients(kind, rows) for card, rows in cards.items()}
+    fits = {
+        card: fit_coefficients(kind, rows)
+        for card, rows in cards.items()
+        if rows[0].source not in ONLY_JUDGED
+    }
     entries: dict[str, dict[str, object]] = {}
     pooled: tuple[list[float], list[float]] = [], []
     for card, rows in cards.items():
-        every, long = judged(rows, fits[card])
-        entries[card] = fits[card] | {
-            "rows": len(rows),
-            "source": "+".join(sorted({row.source for row in rows})),
-            "median": share(median(every)),
-            "spread": share(ninth(every)),
-            "long": share(ninth(long)),
-        }
+        own = "not fitted"
+        if card in fits:
+            every, long = judged(rows, fits[card])
+            own = in_words(every, long)
+            entries[card] = fits[card] | {
+                "rows": len(rows),
+                "source": "+".join(sorted({row.source for row in rows})),
+                "median": share(median(every)),
+                "spread": share(ninth(every)),
+                "long": share(ninth(long)),
+            }
         near = nearest_relative(measured_device(card), [name for name in fits if name != card], kind)
         beside = ""
         alike = kind not in COLLECTIVES or near is None or is_linked_alike(card, near)
         if near is not None and alike:
-            left_out = judged(rows, fits[near])
+            left_out = judged(rows, carried_over(kind, fits[near], near, measured_device(card)))
             for some, off in zip(pooled, left_out, strict=True):
                 some += [
                     off[int((place + 0.5) / 100 * len(off))] for place in range(100)
                 ]  # cards count alike
             beside = f"| {in_words(*left_out)}  by {near}"
-        print(f"{kind:20} {card:14} {len(rows):6} {in_words(every, long)} {beside}", flush=True)
+        print(f"{kind:20} {card:14} {len(rows):6} {own:23} {beside}", flush=True)
     return entries, [share(ninth(each)) for each in pooled] if pooled[0] else [0.5, 0.5]
 
 
@@ -177,8 +188,17 @@ def write(fitted: dict[str, tuple[dict[str, dict[str, object]], list[float]]]) -
         if block is None:
             text += f"\n[kind.{kind}]\n" + "\n".join(lines) + "\n"
             continue
-        kept = [line for line in block[0].rstrip().splitlines() if not re.match(r"relative|card\.", line)]
-        text = text[: block.start()] + "\n".join([*kept, *lines]) + "\n\n" + text[block.end() :]
+        old = block[0].rstrip().splitlines()
+        fitted_before = [re.match(r"relative|card\.", line) is not None for line in old]
+        place = fitted_before.index(True) if any(fitted_before) else len(old)
+        kept = [line for line, was in zip(old, fitted_before, strict=True) if not was]
+        end = "\n" if kept[place:] else "\n\n"  # what stands before the next kind belongs to that one
+        text = (
+            text[: block.start()]
+            + "\n".join([*kept[:place], *lines, *kept[place:]])
+            + end
+            + text[block.end() :]
+        )
     tomllib.loads(text)
     TABLE.write_text(text.rstrip() + "\n", encoding="utf-8")
 
@@ -192,7 +212,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", help="only these kinds")
     parser.add_argument("--write", action="store_true", help="write kernel_times.toml")
     options = parser.parse_args()
-    kinds = rows_by_kind(options.data)
+    kinds = rows_by_kind(options.data, {**measured_kernels.READERS, **measured_convolutions.READERS})
     print(
         f"{'kind':20} {'card':14} {'rows':>6} {'median':>7} {'90 %':>7} {'>100 us':>7} | left out: the same"
     )

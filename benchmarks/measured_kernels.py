@@ -16,7 +16,7 @@ import sys
 import xml.etree.ElementTree as ET
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -367,7 +367,8 @@ def deepbench(folder: Path, rows: Rows) -> None:
                     add(f"convolution_backward_{bits}", backward, number_in(cells, "P") + inputs)
 
 
-READERS: dict[str, tuple[Callable[[Path, Rows], None], ...]] = {
+Readers = Mapping[str, tuple[Callable[[Path, Rows], None], ...]]
+READERS: Readers = {
     "aiconfigurator": (aiconfigurator, collectives),
     "neusight": (neusight,),
     "neusight/jobs": (jobs,),
@@ -382,10 +383,10 @@ def is_of_step(work: KernelWork, device: Device) -> bool:
     return bool(work.flops) or work.ranks > 1 or work.traffic > device.l2_cache
 
 
-def rows_by_kind(folder: Path) -> dict[str, dict[str, list[Row]]]:
-    """Return the rows of all tables, by kind and card."""
+def rows_by_kind(folder: Path, tables: Readers) -> dict[str, dict[str, list[Row]]]:
+    """Return the rows of some tables, by kind and card."""
     rows: Rows = defaultdict(list)
-    for name, readers in READERS.items():
+    for name, readers in tables.items():
         if not (folder / name).is_dir():
             print(f"{folder / name} is not there: without its rows", file=sys.stderr)
             continue

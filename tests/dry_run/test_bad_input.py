@@ -50,6 +50,11 @@ def test_a_sigterm_to_memfit_ends_the_script_as_well(tmp_path):
         (("--memory", "1MiB", "script.py"), 2, "context"),
         (("-o", "no/such/folder/run.memfit", "script.py"), 2, "does not exist"),
         ((), 2, "No script given. Run memfit dry-run SCRIPT.py"),
+        (
+            ("--json", "--gpu", "H100"),
+            2,
+            "--json took --gpu as its file. Write memfit dry-run --json FILE --gpu.",
+        ),
         (("--json", "script.py"), 2, "--json took script.py as its file. Write memfit"),
         (("--values", "float=blue", "--values", "int=2", "script.py"), 2, "blue"),
         (("--memory", "12", "script.py"), 2, "'12' has no unit, so it means 12 bytes. If you mean GiB,"),

@@ -8,6 +8,7 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.records import Change, Operand
 from memfit.run.options import RunOptions
 from memfit.run.parent import checked_script_argv
+from memfit.timing.step_time import samples_and_tokens
 from memfit.trials.trial_run import trial_runner
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_scripts")]
@@ -89,3 +90,21 @@ def test_a_script_can_run_as_if_it_compiled_nothing(run):
     assert not result.operations.compiled
     assert [call.kind for call in result.operations.calls][:2] == ["Sequential", "Block"]
     assert products(result.operations) == 4  # of the forward
+
+
+@pytest.mark.slow
+def test_graphs_that_inductor_replays_are_issued_at_once_and_their_tokens_are_known(tmp_path):
+    script = tmp_path / "train.py"
+    captured = SCRIPT.replace("torch.compile(model)", 'torch.compile(model, mode="reduce-overhead")')
+    tokens = captured.replace("nn.Sequential(", "nn.Sequential(nn.Embedding(100, 64), ").replace(
+        "compiled(inputs), inputs", "compiled(torch.randint(100, (4, 8), device='cuda')).view(32, 64), inputs"
+    )
+    script.write_text(textwrap.dedent(tokens))
+    options = RunOptions(unlimited=True)
+    runner = trial_runner(checked_script_argv(script, [], options, None), options, lambda _: None)
+    result = runner(Change(), "as written")
+    assert isinstance(result, TrialResult)
+    step, labels = result.trace.step, result.trace.labels
+    assert len(step.replays) == 2  # of the forward, and of the backward
+    assert step.host.operations < len(step.order)
+    assert samples_and_tokens(step, labels) == (4, 32)

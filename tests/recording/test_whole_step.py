@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from memfit.analysis.dry_run_result import dry_run_of_trace
-from memfit.records import Phase
+from memfit.records import Change, Phase
+from memfit.run.options import RunOptions
 from memfit.trace.trace_file import read_trace
+from memfit.trials.trial_run import trial_runner
 
 pytestmark = pytest.mark.warm
 
@@ -70,7 +72,7 @@ def test_each_product_of_a_step_is_recorded_once_in_its_phase_and_module(dry_run
     assert [each.shape for each in first.operands] == [(256,), (32, 64), (64, 256)]
     assert [each.layout for each in first.operands] == ["", "", "transposed"]
     assert not step.tf32
-    assert not step.replayed
+    assert not step.replays
 
 
 def test_what_a_checkpoint_runs_again_is_recorded_and_so_is_each_micro_batch(dry_run, tmp_path):
@@ -103,6 +105,16 @@ def test_a_step_with_updates_in_the_backward_is_recorded(dry_run, tmp_path):
     assert products(step, labels) == {Phase.FORWARD: 6, Phase.BACKWARD: 11}
 
 
+@pytest.mark.process
+def test_a_record_for_plans_takes_the_host_no_time_of_the_step(tmp_path):
+    script = tmp_path / "train.py"
+    text = textwrap.dedent(START) + textwrap.dedent(LOOP)
+    script.write_text(text.replace("MICRO", "1").replace("CHECKPOINTED", "False"))
+    run = trial_runner((str(script),), RunOptions(unlimited=True), lambda _: None)
+    plain, recorded = (run(Change(operations=given), "a run").trace.step for given in (False, True))
+    assert recorded.host == plain.host
+
+
 def test_a_fork_in_a_step_makes_the_recorder_wait_for_the_next(dry_run, tmp_path):
     loop = """
     import os
@@ -127,25 +139,43 @@ def test_the_host_waits_where_the_script_reads_a_number(dry_run, tmp_path):
     assert waits == ["aten._local_scalar_dense.default"]
 
 
-def test_replays_of_a_cuda_graph_are_noticed(dry_run, tmp_path):
-    loop = """
-    step = torch.cuda.CUDAGraph()
-    static = inputs.clone()
-    for _ in range(3):
+CAPTURED = """
+    def step():
         optimizer.zero_grad()
-        model(static).square().mean().backward()
+        model(inputs).square().mean().backward()
         optimizer.step()
-    with torch.cuda.graph(step):
-        model(static)
+    for _ in range(EAGER):
+        step()
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        step()
     for _ in range(5):
-        step.replay()
-        optimizer.zero_grad()
-        model(static).square().mean().backward()
-        optimizer.step()
+        inputs.copy_(torch.randn(32, 64))
+        graph.replay()
+"""
+
+
+@pytest.mark.parametrize("eager", [0, 1])
+def test_what_a_cuda_graph_replays_is_what_was_captured(dry_run, tmp_path, eager):
+    step, labels = step_of(dry_run, tmp_path, CAPTURED.replace("EAGER", str(eager)), steps=3)
+    assert products(step, labels) == {Phase.FORWARD: 6, Phase.BACKWARD: 11}
+    ((first, end),) = step.replays
+    assert (first, end) == (1, len(step.order))  # after the copy of the inputs
+    assert step.host.operations == 2
+    assert step.host.launches + step.host.library_calls == 2
+
+
+def test_graphs_of_a_forward_and_its_backward_are_replayed_in_their_places(dry_run, tmp_path):
+    loop = """
+        graphed = torch.cuda.make_graphed_callables(model, (inputs,))
+        for _ in range(4):
+            optimizer.zero_grad()
+            graphed(inputs).square().mean().backward()
+            optimizer.step()
     """
-    step, _ = step_of(dry_run, tmp_path, loop.replace("range(3)", "range(0)"), steps=4)
-    assert step.replayed
-    assert "replays a CUDA graph" in dry_run_of_trace(read_trace(tmp_path / "run.memfit")).step_time_unknown
+    step, labels = step_of(dry_run, tmp_path, loop)
+    assert products(step, labels) == {Phase.FORWARD: 6, Phase.BACKWARD: 11}
+    (forward, its_end), (backward, end) = step.replays
+    assert forward < its_end < backward < end < len(step.order)
 
 
 def test_the_gradient_that_images_do_not_need_is_no_tensor(dry_run, tmp_path):
@@ -185,7 +215,7 @@ def test_an_observer_whose_file_has_another_format_costs_the_time_only(dry_run):
 
 def test_a_compiled_graph_without_a_list_of_its_kernels_costs_the_time_only(dry_run, tmp_path):
     """As of a graph that comes from a cache of the script's own."""
-    cached = "__import__('memfit').recording.recorder._installed[-1]._step._run_graph(print, object(), ())"
+    cached = "__import__('memfit').recording.recorder._installed[-1]._step._run_compiled(print, object(), ())"
     loop = LOOP.replace("for _ in range(MICRO):", f"{cached}; x = inputs\n        for _ in range(1):")
     step_of(dry_run, tmp_path, loop)
     why = dry_run_of_trace(read_trace(tmp_path / "run.memfit")).step_time_unknown

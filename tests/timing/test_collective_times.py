@@ -116,11 +116,12 @@ def ddp_step(bucket=1 << 26, *, waits=True):
 
 def test_the_time_of_a_step_says_what_collectives_take_and_for_how_much_of_it_the_step_waits():
     hidden, waited = (step_time(ddp_step(size), LABELS, find_device("H100")) for size in (1 << 24, 1 << 30))
-    assert hidden.communication.exposed == 0
-    assert hidden.seconds == pytest.approx(hidden.gpu_seconds)
+    beside = hidden.communication
+    assert beside.exposed == pytest.approx(beside.seconds * 24 / 132, rel=0.05)  # of the multiprocessors
+    assert hidden.seconds - beside.exposed == pytest.approx(hidden.gpu_seconds)
     shared = waited.communication
     assert 0 < shared.exposed < shared.seconds
-    assert waited.seconds == pytest.approx(hidden.seconds + shared.exposed)
+    assert waited.seconds - shared.exposed == pytest.approx(hidden.seconds - beside.exposed)
     assert (shared.ranks, shared.basis) == (8, Basis.CARD)
     assert [each.name for each in waited.kinds] == ["product"]  # of the GPU's computation
     assert not waited.is_bound_by_host  # though it computes for less than nine tenths

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memfit.devices import all_devices, find_device, mig_slices
 from memfit.records import Operand, Operation
-from memfit.timing.kernel_formulas import COEFFICIENTS, seconds_of_work
+from memfit.timing.kernel_formulas import COEFFICIENTS, seconds_of_work, share_of_large_product
 from memfit.timing.kernel_times import (
     LONG,
     Basis,
@@ -19,6 +19,7 @@ from memfit.timing.kernel_times import (
     find_coefficients,
     kernel_table,
     measured_device,
+    nearest_relative,
 )
 from memfit.timing.kernel_work import work_of
 
@@ -182,6 +183,20 @@ def test_without_the_cards_own_tables_a_relatives_serve_with_a_wider_interval():
     assert own.of(work).spread < other.of(work).spread
 
 
+@pytest.mark.parametrize(
+    ("card", "near"), [("RTX 3090", "RTX 3070"), ("A10", "RTX 3070"), ("L4", "RTX 3070"), ("A100", "T4")]
+)
+def test_convolutions_carry_over_as_large_products_differ_whatever_the_memory(card, near):
+    device, table = find_device(card), kernel_table()["kind"]["convolution_16"]["card"]
+    assert nearest_relative(device, [*table], "convolution_16") == near
+    ours, theirs = (
+        share_of_large_product(find_coefficients("product_16", each).values)
+        for each in (device, measured_device(near))
+    )
+    arithmetic = find_coefficients("convolution_16", device).values["arithmetic"]
+    assert arithmetic / table[near]["arithmetic"] == pytest.approx(ours / theirs)
+
+
 def test_a_kind_without_tables_says_so():
     time = KernelTimes(find_device("H100")).of(pointwise("aten.clone.default", 1 << 24, operands=1))
     assert time.basis is Basis.DATA_SHEET
@@ -313,6 +328,16 @@ def test_images_with_channels_first_are_copied_for_tensor_cores():
     ]
     assert times[0][0].seconds > times[0][1].seconds  # in TF32
     assert times[1][0].seconds == times[1][1].seconds
+
+
+def test_a_convolution_reads_only_what_its_strides_do_not_pass_over():
+    image, out = tensor(8, 64, 56, 56), tensor(8, 128, 28, 28)
+    read = [
+        work_of(operation("aten.convolution.default", image, tensor(128, 64, n, n), results=(out,))).traffic
+        - 4 * (128 * 64 * n * n + 8 * 128 * 28 * 28)
+        for n in (1, 3)
+    ]
+    assert read == [4 * 8 * 64 * 28 * 28, 4 * 8 * 64 * 56 * 56]
 
 
 def test_convolutions_are_products():

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from memfit.devices import find_device
-from memfit.records import EventLabel, HostUnits, Operand, Operation, Phase, WholeStep
+from memfit.records import ASSUMED_HOST_TIMES, EventLabel, HostUnits, Operand, Operation, Phase, WholeStep
 from memfit.report.terminal.step_time import step_time_lines
 from memfit.timing.kernel_times import Basis, KernelTimes
-from memfit.timing.step_time import step_time
+from memfit.timing.step_time import seconds_to_issue, step_time
 from memfit.timing.step_timeline import QueuedWork, step_timeline
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -68,6 +68,18 @@ def test_products_of_8_bits_are_faster_than_those_of_16_and_rest_on_the_data_she
     assert eight.basis is Basis.DATA_SHEET
 
 
+def test_a_replay_of_a_cuda_graph_issues_all_of_its_kernels_at_once():
+    parts = [(product("float16", size=64), FORWARD)] * 100
+    eager = replace(step_of(*parts), host=HostUnits(operations=100, launches=100))
+    replayed = replace(eager, host=HostUnits(operations=1, launches=1), replays=((0, 100),))
+    assert time_of(eager).is_bound_by_host
+    assert not time_of(replayed).is_bound_by_host
+    assert time_of(replayed).gpu_seconds == pytest.approx(time_of(eager).gpu_seconds)
+    first, *others = seconds_to_issue(replayed, LABELS, ASSUMED_HOST_TIMES)
+    assert first == pytest.approx(ASSUMED_HOST_TIMES.step_seconds(replayed.host))
+    assert others == [0.0] * 99
+
+
 def test_a_step_with_decompositions_has_no_time():
     square = Operand((2048, 2048), "float32")
     solved = operation("aten._linalg_svd.default", square, results=(square,))
@@ -85,6 +97,28 @@ def test_samples_are_counted_over_micro_batches_and_unknown_where_models_take_tu
     assert (time.samples, time.tokens) == (8, 128)
     time = time_of(step_of(*pass_, (update, OPTIMIZER), *pass_, (update, OPTIMIZER)))
     assert (time.samples, time.tokens) == (0, 0)
+
+
+def test_kernels_of_several_streams_are_no_faster_than_the_card():
+    parts = [(product("float16"), FORWARD)] * 4
+    one = step_of(*parts)
+    several = replace(
+        one,
+        operations=tuple(replace(one.operations[0], stream=stream) for stream in range(4)),
+    )
+    assert time_of(several).seconds == pytest.approx(time_of(one).seconds, rel=0.01)
+    assert time_of(several).gpu_seconds == pytest.approx(time_of(one).gpu_seconds, rel=0.01)
+    assert time_of(several).utilization <= 1
+
+
+def test_what_leaves_the_card_to_others_runs_beside_them():
+    whole = QueuedWork(issue=0.0, seconds=4.0, share=1.0)
+    joined = QueuedWork(issue=0.0, seconds=0.0, after=(1,), waits=True)
+    for share, seconds in ((0.0, 4.0), (0.25, 4.75), (1.0, 7.0)):
+        beside = replace(whole, seconds=3.0, stream=1, share=share)
+        assert step_timeline([whole, beside, joined]).seconds == pytest.approx(seconds)
+    half = replace(whole, share=0.5)
+    assert step_timeline([half, replace(half, stream=1), joined]).seconds == pytest.approx(4.0)
 
 
 def test_the_gpu_works_while_any_stream_does():

@@ -218,11 +218,14 @@ def require_script(name: str, command: Sequence[str], files: Mapping[str, str | 
     Args:
         name: the command's.
         command: the script and its arguments.
-        files: by option, its file: one may have taken the script.
+        files: by option, its file: one may have taken the script, or the next option.
 
     Raises:
         UsageError: it has none.
     """
+    for option, file in files.items():
+        if str(file).startswith("--"):
+            raise UsageError(f"{option} took {file} as its file. Write memfit {name} {option} FILE {file}.")
     if command:
         return
     for option, file in files.items():

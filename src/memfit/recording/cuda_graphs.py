@@ -49,8 +49,8 @@ class GraphCaptures:
         """
 
         def begin(graph: Any) -> None:
-            mark(MarkKind.CAPTURE_BEGIN, 0)
             self._capturing[threading.get_ident()] = self._captured[graph] = []
+            mark(MarkKind.CAPTURE_BEGIN, 0)
 
         def end(original: Callable[..., None], graph: Any) -> None:
             self._capturing.pop(threading.get_ident(), None)

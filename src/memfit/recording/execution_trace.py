@@ -18,7 +18,6 @@ Source: torch/csrc/profiler/standalone/execution_trace_observer.cpp, PyTorch 2.1
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -77,11 +76,11 @@ class _ExecutionTrace(msgspec.Struct):
     nodes: list[TraceNode]
 
 
-def read_execution_trace(file: Path, marks: str, inner: str) -> tuple[list[TraceNode], Counter[str]]:
+def read_execution_trace(written: bytes, marks: str, inner: str) -> tuple[list[TraceNode], Counter[str]]:
     """Read what ran on the GPU.
 
     Args:
-        file: as the observer wrote it.
+        written: by the observer.
         marks: what the names of marks begin with; what ran inside of one is left out.
         inner: what the names of those begin with that count wherever they are.
 
@@ -89,7 +88,7 @@ def read_execution_trace(file: Path, marks: str, inner: str) -> tuple[list[Trace
         The operations and the marks, in order, an operation after the marks inside of it; and how many nodes
         of each name there are in all.
     """
-    nodes = msgspec.json.decode(file.read_bytes(), type=_ExecutionTrace).nodes
+    nodes = msgspec.json.decode(written, type=_ExecutionTrace).nodes
     inside: defaultdict[int, list[TraceNode]] = defaultdict(list)
     known = {node.id for node in nodes}
     for node in sorted(nodes, key=lambda node: node.id):

@@ -111,7 +111,7 @@ class Recorder:
             on_change=on_change,
             end_now=end_now,
         )
-        self._step = WholeStepRecorder(ghost, self.book) if ghost else None
+        self._step = WholeStepRecorder(ghost, self.book, self.steps.captures) if ghost else None
         self.stages = RunStageMarker(
             self.book, self.steps, wanted=steps is None and not live, labelled=labels
         )

@@ -123,7 +123,7 @@ class TrainingStepTracker:
         self._end_now = end_now
         self._times_ended = 0
         self._optimizer_steps = self._warm_up_steps = 0  # of any optimizer
-        self._captures = GraphCaptures()
+        self.captures = GraphCaptures()
         self._round = 0  # a new round begins when an optimizer steps for the second time in one
         # The round in which each optimizer was last created or stepped.
         self._last_round: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -158,7 +158,7 @@ class TrainingStepTracker:
         """Hook the optimizers, backward passes and gradient scalers of this process."""
         hooks.add(register_optimizer_step_pre_hook(lambda optimizer, *_: self.enter_optimizer(optimizer)))
         hooks.add(register_optimizer_step_post_hook(lambda optimizer, *_: self.leave_optimizer(optimizer)))
-        self._captures.install(hooks, self._book.mark)
+        self.captures.install(hooks, self._book.mark)
         hooks.call_after(_OPTIMIZER, "__init__", self._note_optimizer)
         for name in _AUTOGRAD.names:
             hooks.wrap(_AUTOGRAD, name, self._call_backward)
@@ -258,7 +258,7 @@ class TrainingStepTracker:
         self._optimizer_steps += 1
         self._note_optimizer(optimizer)  # an unpickled one was never created here
         at_replay = functools.partial(self._count_replayed, weakref.ref(optimizer))
-        if self._captures.keep_for_replays(at_replay) or self._is_warm_up():
+        if self.captures.keep_for_replays(at_replay) or self._is_warm_up():
             return
         if self._last_round[optimizer] == self._round:
             self._round += 1
@@ -319,7 +319,7 @@ class TrainingStepTracker:
         by_hand = not self._last_round and not inside_forward
         if (
             by_hand
-            and not self._captures.keep_for_replays(self._count_replayed_backward)
+            and not self.captures.keep_for_replays(self._count_replayed_backward)
             and not self._is_warm_up()
         ):
             try:

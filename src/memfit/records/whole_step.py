@@ -23,7 +23,7 @@ class WholeStep:
     """Whether matrix products of float32 were computed in TF32."""
     compiled: bool = False
     """Whether kernels of graphs that Inductor compiled are among the operations."""
-    replayed: bool = False
-    """Whether the script replayed a CUDA graph: its kernels are not among the operations."""
+    replays: tuple[tuple[int, int], ...] = ()
+    """Places in ``order``, from the first to the end: what one replay of a CUDA graph issued at once."""
     after: tuple[tuple[int, int], ...] = ()
     """Places in ``order``: the first operation begins when the second, on another stream, has ended."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from memfit.devices import Device, find_device
 from memfit.records.step_operations import Operation
-from memfit.timing.collective_times import has_nvlink
+from memfit.timing.collective_times import CHANNELS, has_nvlink
 from memfit.timing.kernel_formulas import (
     COEFFICIENTS,
     FLOAT8,
@@ -29,6 +29,7 @@ from memfit.timing.kernel_formulas import (
     Coefficients,
     rate_of,
     seconds_of_work,
+    share_of_large_product,
 )
 from memfit.timing.kernel_work import KernelWork, issues_nothing, work_of
 
@@ -52,6 +53,8 @@ class KernelTime:
     basis: Basis
     kind: str = ""
     """``product, 16 bits``: whose kernels a measurement of the card corrects alike. Empty for none."""
+    share: float = 0.0
+    """Of the card that it keeps busy; kernels of other streams get the rest. 0 for copies over the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +170,16 @@ class KernelTimes:
         seconds = seconds_of_work(work, self._device, fit.values, warm=True)
         if work.kind in _ONE_OF_SEVERAL:
             seconds += fit.values["floor"] * max(operation.launches - 1, 0)
+        if work.ranks > 1:
+            share = min(1.0, CHANNELS / self._device.multiprocessors)
+        else:  # its start and its end leave the card to others
+            share = 1 - min(1.0, work.steps * operation.launches * fit.values["floor"] / seconds)
         corrected = work.kind if not work.flops else f"{work.kind}, {_PRECISIONS.get(work.dtype, work.dtype)}"
         if factor := self._factors.get(corrected):
-            return KernelTime(seconds * factor.ratio, factor.spread, Basis.MEASURED, corrected)
+            return KernelTime(seconds * factor.ratio, factor.spread, Basis.MEASURED, corrected, share)
         if work.flops and work.dtype in _UNMEASURED:
-            return KernelTime(seconds, _UNMEASURED_SPREAD, Basis.DATA_SHEET, corrected)
-        return KernelTime(seconds, fit.long if seconds > LONG else fit.spread, fit.basis, corrected)
+            return KernelTime(seconds, _UNMEASURED_SPREAD, Basis.DATA_SHEET, corrected, share)
+        return KernelTime(seconds, fit.long if seconds > LONG else fit.spread, fit.basis, corrected, share)
 
 
 def on_tensor_cores(work: KernelWork) -> KernelWork:
@@ -223,11 +230,35 @@ def find_coefficients(kind: str, device: Device, *, without_own: bool = False) -
     if near is None:
         raise LookupError(f"No card has coefficients of {kind!r} in kernel_times.toml: add `like`.")
     spread, long = table["relative"]
-    known = _under_load(cards[near], device, kind)
+    known = carried_over(kind, cards[near], near, device, without_own=without_own)
     if "shared" in table and not has_nvlink(device):
         spread = long = table["shared"]["spread"]
         known = {**known, "bandwidth_8": known["bandwidth_8"] * table["shared"]["bandwidth_8"]}
     return CardFit(known, spread, long, Basis.RELATIVE)
+
+
+def carried_over(
+    kind: str, values: Coefficients, near: str, device: Device, *, without_own: bool = False
+) -> Coefficients:
+    """Return a relative's coefficients as they apply to a card.
+
+    A convolution is computed as a matrix product: where a kind is ``scaled_by`` products, it reaches less or
+    more of the card's rate than on the relative as large products do.
+
+    Args:
+        kind: as ``kind_with_precision`` returns it.
+        values: the relative's coefficients.
+        near: the relative.
+        device: the card.
+        without_own: pass over the card's own products.
+    """
+    product = kernel_table()["kind"][kind].get("scaled_by")
+    if product is None:
+        return _under_load(values, device, kind)
+    own = find_coefficients(product, device, without_own=without_own).values
+    its = find_coefficients(product, measured_device(near)).values
+    scale = share_of_large_product(own) / share_of_large_product(its)
+    return {**values, "arithmetic": values["arithmetic"] * scale}
 
 
 def _under_load(values: Coefficients, device: Device, kind: str) -> Coefficients:
@@ -244,7 +275,7 @@ def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | 
     What the table prefers comes first, for collectives the same sort of link, then the same compute
     capability. Attention is next like that of cards with the same instructions for matrices, everything like
     that of cards with the same sort of memory; then the next capability counts, the next rate, and the next
-    bandwidth.
+    bandwidth. Neither preference nor memory counts for what is ``scaled_by`` products, which know the clock.
 
     >>> from memfit.devices import find_device
     >>> nearest_relative(find_device("RTX 4090"), ["A100-80GB", "L40S", "T4"])
@@ -252,7 +283,8 @@ def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | 
     """
     collective = kind in COLLECTIVES
     preferred = next((name for name in kernel_table()["prefer"].get(device.name, ()) if name in names), None)
-    if preferred is not None and not collective:
+    by_products = "scaled_by" in kernel_table()["kind"].get(kind, {})
+    if preferred is not None and not (collective or by_products):
         return str(preferred)
     attention = kind.startswith(("flash", "efficient", "cudnn", "flex"))
 
@@ -263,7 +295,7 @@ def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | 
             collective and has_nvlink(device) != has_nvlink(other),
             device.compute_capability != other.compute_capability,
             attention and (major in GROUP_INSTRUCTIONS) != (its_major in GROUP_INSTRUCTIONS),
-            (device.memory_bus_width > _STACKED) != (other.memory_bus_width > _STACKED),
+            not by_products and (device.memory_bus_width > _STACKED) != (other.memory_bus_width > _STACKED),
             abs(10 * major + minor - 10 * its_major - its_minor),
             abs(math.log(device.rate("fp16") / other.rate("fp16"))),
             abs(math.log(device.memory_bandwidth / other.memory_bandwidth)),

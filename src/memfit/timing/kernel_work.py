@@ -173,15 +173,23 @@ def _convolution_work(base: str, operation: Operation, plain: KernelWork) -> Ker
     if groups > 1 and weight[1] == 1:
         return replace(plain, kind=f"depthwise{end}", flops=0)  # PyTorch counts far more in the backward
     positions, depth = out[0] * math.prod(out[2:]), weight[1] * window
+    places = data.shape[0] * math.prod(data.shape[2:])
     products: list[Sizes] = [(1, positions, channels, depth)]
     if backward:
         made = [each.shape for each in operation.results]
-        read = data.shape[0] * math.prod(data.shape[2:])
-        outwards = (1, read, data.shape[1], positions * channels * window // groups // read)
+        outwards = (1, places, data.shape[1], positions * channels * window // groups // places)
         products = [outwards] * (data.shape in made) + [(1, channels, depth, positions)] * (weight in made)
     flops = sum(2.0 * math.prod(sizes) for sizes in products)
+    passed_over = max(0.0, 1 - positions * window / places)  # with strides longer than the window
     last = data.layout in {"permuted", "transposed"}
-    return replace(plain, kind=f"convolution{end}", flops=flops, products=tuple(products), channels_last=last)
+    return replace(
+        plain,
+        kind=f"convolution{end}",
+        flops=flops,
+        traffic=plain.traffic - _size(data) * passed_over,
+        products=tuple(products),
+        channels_last=last,
+    )
 
 
 def _list_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork | None:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -54,7 +54,7 @@ def step_time_of_trace(trace: Trace) -> StepTime | None:
 def simulated_step_of_trace(trace: Trace) -> SimulatedStep | None:
     """Return what each operation of a run's step takes, where ``step_time_of_trace`` returns a time."""
     device = _device_of(trace)
-    if trace.step is None or device is None or trace.step.replayed:
+    if trace.step is None or device is None:
         return None
     factors = saved_kernel_factors(device, trace.versions.get("torch", ""))
     kernels = KernelTimes(device, tf32=trace.step.tf32, factors=factors)
@@ -79,8 +79,6 @@ def why_step_time_is_unknown(trace: Trace) -> str:
             return trace.step_fault or "the second training step was not recorded"
         made = "only one training step" if completed else "no training step"
         return f"the script completed {made}, and memfit times the second"
-    if trace.step.replayed:
-        return "the script replays a CUDA graph, and PyTorch's observer does not see its kernels"
     if name := _in_solver(trace.step):
         return f"the step runs {name} in cuSOLVER, and memfit has no figures of that library"
     return _why_not_of_ranks(trace, trace.step) or f"this memfit has no figures of {trace.device.name}"
@@ -123,7 +121,7 @@ def step_time(
         without_own: pretend that nobody measured this card.
         factors: by kind of kernel, as measured on this card.
     """
-    if step.replayed or _in_solver(step):  # the kernels of a CUDA graph are not among the operations
+    if _in_solver(step):
         return None
     kernels = KernelTimes(device, tf32=step.tf32, without_own=without_own, factors=factors)
     simulated = simulated_step(step, labels, kernels, host)
@@ -193,6 +191,7 @@ def simulated_step(
             step.operations[number].stream,
             step.operations[number].waits,
             after[place],
+            times[number].share,
         )
         for place, (number, issue) in enumerate(
             zip(step.order, seconds_to_issue(step, labels, host), strict=True)
@@ -219,17 +218,21 @@ def _basis(times: Sequence[KernelTime], chosen: Iterable[int]) -> str:
     return max(bases, key=bases.__getitem__, default="")
 
 
-def seconds_to_issue(step: WholeStep, labels: Sequence[EventLabel], host: HostTimes) -> Iterator[float]:
-    """Yield how long the host needs before it has issued each operation of a step, in order.
+def seconds_to_issue(step: WholeStep, labels: Sequence[EventLabel], host: HostTimes) -> list[float]:
+    """Return how long the host needs before it has issued each operation of a step, in order.
 
     Python runs outside of the backward: the seconds of its calls are shared by the operations there, and the
-    others by all.
+    others by all. A replay of a CUDA graph issues its operations with the first of them.
     """
     is_backward = [labels[label].phase is Phase.BACKWARD for label in step.labels]
+    issues = [True] * len(step.order)
+    for first, end in step.replays:
+        issues[first + 1 : end] = [False] * (end - first - 1)
     python = step.host.python_calls * host.one.python_calls
-    beside = (host.step_seconds(step.host) - python) / max(len(is_backward), 1)
-    calling = python / max(is_backward.count(False), 1)
-    yield from (beside + calling * (not each) for each in is_backward)
+    beside = (host.step_seconds(step.host) - python) / max(sum(issues), 1)
+    calls = [issued and not backward for issued, backward in zip(issues, is_backward, strict=True)]
+    calling = python / max(sum(calls), 1)
+    return [beside * issued + calling * called for issued, called in zip(issues, calls, strict=True)]
 
 
 def _shares(parts: Iterable[tuple[str, float]]) -> tuple[TimeShare, ...]:

@@ -5,14 +5,17 @@
     stream 7                           collective ────────┘
 
 A kernel begins when the host has issued it, its stream is free, and what its stream waits for has ended.
+Kernels of several streams share the card: while they need more than there is, all take longer.
 Steps follow each other: the host may be ahead of the GPU by much of a step, so the time of a step is that
 from the end of one to the end of the next.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+_SEVERAL = 2
 _STEPS = 3
 """Steps that are simulated: the last one begins with the lead that the host has in all later ones."""
 
@@ -30,6 +33,8 @@ class QueuedWork:
     """Whether the host then waits for its stream."""
     after: tuple[int, ...] = ()
     """Work of other streams that must have ended first, by its place in the step."""
+    share: float = 0.0
+    """Of the card that it keeps busy meanwhile, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class StepTimeline:
     host: float
     """How long the host issues work, waits left out."""
     starts: tuple[float, ...]
-    """When each operation begins on the GPU."""
+    """When each operation begins on the GPU, if streams did not slow each other."""
     issued: tuple[float, ...]
     """When the host has issued each; before 0 if the host is so far ahead."""
 
@@ -82,6 +87,7 @@ def step_timeline(work: Iterable[QueuedWork]) -> StepTimeline:
             if each.waits:
                 now = max(now, free[each.stream])
         end = max(now, *free.values())
+    crowded = _seconds_of_crowding(queue, starts)
     busy: defaultdict[int, float] = defaultdict(float)
     for each in queue:
         busy[each.stream] += each.seconds
@@ -91,4 +97,21 @@ def step_timeline(work: Iterable[QueuedWork]) -> StepTimeline:
         working += max(start + each.seconds - max(start, until), 0.0)
         until = max(until, start + each.seconds)
     since_before = (tuple(moment - before for moment in each) for each in (starts, issued))
-    return StepTimeline(end - before, dict(busy), min(working, end - before), host, *since_before)
+    seconds, working = end - before + crowded, min(working, end - before) + crowded
+    return StepTimeline(seconds, dict(busy), working, host, *since_before)
+
+
+def _seconds_of_crowding(queue: Sequence[QueuedWork], starts: Sequence[float]) -> float:
+    """Return how much longer all takes because work of several streams needs more than the whole card."""
+    if len({each.stream for each in queue if each.share}) < _SEVERAL:
+        return 0.0
+    changes = sorted(
+        change
+        for start, each in zip(starts, queue, strict=True)
+        for change in ((start, each.share), (start + each.seconds, -each.share))
+    )
+    crowded, needed = 0.0, 0.0
+    for (moment, change), (following, _) in pairwise(changes):
+        needed += change
+        crowded += (following - moment) * max(needed - 1, 0.0)
+    return crowded

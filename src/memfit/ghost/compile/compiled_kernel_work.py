@@ -21,8 +21,10 @@ PlainTensor = tuple[tuple[int, ...], tuple[int, ...], str]
 KernelWork = tuple[str, int, int, str, tuple[PlainTensor, ...], tuple[PlainTensor, ...], bool]
 """Name, floating-point operations, bytes moved, and the dtype of the products. Of a kernel of a library, the
 name is the operation's, ``aten.mm.default``, and there are its operands, its results, and whether it is a
-causal attention; what Inductor wrote has none."""
+causal attention; what Inductor wrote has none. Embeddings that are part of kernels come first, and move
+nothing: their operands say how many tokens there are."""
 _MOVED = 2
+_EMBEDDING = "aten.embedding.default"
 
 
 def keep_kernel_work_in_graphs() -> None:
@@ -42,10 +44,18 @@ def _kernels(graph: Any) -> tuple[KernelWork, ...]:
     from torch._inductor.virtualized import V
 
     with V.set_graph_handler(graph):
-        found = [_work(node) for node in graph.scheduler.nodes]
-    return tuple(
-        work for work in found if work[_MOVED]
-    )  # others launch nothing: they name a kernel's results
+        found = [*_embeddings(graph.scheduler.nodes), *map(_work, graph.scheduler.nodes)]
+    # Others launch nothing: they name a kernel's results.
+    return tuple(work for work in found if work[_MOVED] or work[0] == _EMBEDDING)
+
+
+def _embeddings(nodes: Iterable[Any]) -> Iterator[KernelWork]:
+    """Yield the embeddings that are part of kernels, each once: several kernels may compute one."""
+    parts = (part for node in nodes for part in node.get_nodes())
+    for origin in dict.fromkeys(each for part in parts for each in getattr(part.node, "origins", ())):
+        if str(origin.target) == _EMBEDDING:
+            operands = tuple(_tensors([each.meta["val"] for each in origin.args[:2]]))
+            yield _EMBEDDING, 0, 0, operands[0][-1], operands, tuple(_tensors(origin.meta["val"])), False
 
 
 def _work(node: Any) -> KernelWork:

@@ -36,7 +36,7 @@ from memfit.patching.after_import import call_after_import
 from memfit.patching.patches import Patch, call_before, wrapped
 from memfit.records import Provenance
 
-_INDUCTOR = "inductor-2"
+_INDUCTOR = "inductor-3"
 """The folder of its cache: another one whenever ``compiled_kernel_work.py`` keeps something else."""
 _TIE_MS = 1000.0
 """The duration of every candidate: longer than any timing loop, so that each runs only a few times."""

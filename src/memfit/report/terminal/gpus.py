@@ -13,6 +13,7 @@ from memfit.records.command_as_typed import command_as_typed
 from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.layout import plain_table, print_answer_and_subject, subject_in_words
 from memfit.report.terminal.script_plan import plan_changes_in_words
+from memfit.timing.kernel_times import Basis
 from memfit.units import format_gib, format_seconds
 
 _THOUSAND = 1000
@@ -60,7 +61,8 @@ def print_gpus_for(result: GpusFor, console: Console) -> None:
         console.print(f"\nPrices from tables are of {result.priced_on}.")
     for line in (
         "The CUDA context, which is assumed, is included. ~ What is left is less than its uncertainty.",
-        "Times and costs are predicted; memfit dry-run --gpu NAME says how far off, and what they rest on.",
+        "Times and costs are predicted. ±: nine steps of ten should take at most so much more, or less.",
+        "* by measurements of a related card; ** by the data sheet. memfit dry-run --gpu NAME says more.",
         f"The plan for one of them: memfit plan --gpu NAME {command}",
     ):
         console.print(Text(line, style="dim"))
@@ -82,8 +84,8 @@ def _table(result: GpusFor) -> Table:
     run = {f"{total:,} steps": {name: _time(hours) for name, hours in result.hours.items()}} if total else {}
     if result.prices:
         run["cost" if total else "per 1,000 steps"] = {n: _amount(cost) for n, cost in result.costs.items()}
-    headings = ("--gpu", "memory", "as written", "with a plan", "time", "a step", *run, "plan")
-    table = plain_table("lrrrrr" + "r" * len(run) + "w", *headings)
+    headings = ("--gpu", "memory", "as written", "with a plan", "time", "a step", "±", *run, "plan")
+    table = plain_table("lrrrrrl" + "r" * len(run) + "w", *headings)
     for plan in sorted(result.plans, key=lambda plan: result.costs.get(plan.device.name, math.inf)):
         *cells, changes = _cells(plan)
         table.add_row(
@@ -115,18 +117,25 @@ def _amount(cost: float) -> str:
     return f"{cost:,.0f}" if cost >= _THOUSAND else f"{cost:.3g}"
 
 
-def _cells(plan: ScriptPlan) -> tuple[str, str, str, str, str]:
-    """Return what the script needs as written and with a plan, and the plan's time, seconds and name."""
+_BASIS_MARKS = {str(Basis.RELATIVE): "*", str(Basis.DATA_SHEET): "**"}
+
+
+def _cells(plan: ScriptPlan) -> tuple[str, ...]:
+    """Return what the script needs as written and with a plan, the plan's time, seconds, spread and name."""
     chosen = plan.chosen
     written = f"{_tight(plan, plan.as_written.needs.bytes)}{format_gib(plan.as_written.needs.bytes)}"
     seconds = "" if plan.seconds is None else format_seconds(plan.seconds)
+    time = plan.step_time
+    spread = (
+        f"{time.high / time.seconds - 1:.0%}{_BASIS_MARKS.get(time.basis, '')}" if time and seconds else ""
+    )
     if chosen is None:
         smallest = plan.smallest or plan.as_written
-        return written, format_gib(smallest.needs.bytes), "", "", "does not fit"
+        return written, format_gib(smallest.needs.bytes), "", "", "", "does not fit"
     if not chosen.changes:
-        return written, "", "", seconds, "fits as written"
+        return written, "", "", seconds, spread, "fits as written"
     needs = f"{_tight(plan, chosen.needs.bytes)}{format_gib(chosen.needs.bytes)}"
-    return written, needs, f"{chosen.time:.2f}x", seconds, plan_changes_in_words(chosen)
+    return written, needs, f"{chosen.time:.2f}x", seconds, spread, plan_changes_in_words(chosen)
 
 
 def _tight(plan: ScriptPlan, needs: int) -> str:

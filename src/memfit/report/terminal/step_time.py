@@ -79,7 +79,11 @@ def shares_by_name(time: StepTime) -> list[tuple[str, float]]:
 
 def _communication(time: StepTime, shared: CommunicationTime) -> str:
     alone, exposed = format_seconds(shared.seconds), shared.exposed / time.seconds
-    where = f"{exposed:.0%} of the step waits for them" if exposed >= _SEEN else "other work hides them"
+    where = (
+        f"without them, the step would be {exposed:.0%} shorter"
+        if exposed >= _SEEN
+        else "other work hides them"
+    )
     sure = f"{shared.basis[:1].upper()}{shared.basis[1:]}"
     return f"Collectives of {shared.ranks} ranks take {alone}: {where}. {sure}."
 
