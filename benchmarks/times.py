@@ -3,7 +3,7 @@
     python benchmarks/times.py [--rows REGEX] [--without-own] [--peer] [--traces FOLDER] [--json FILE]
 
 benchmarks/times.toml holds the rows, their sources and what they assume; blind rows are reported apart. Each
-distinct script runs once under `memfit dry-run`, for its card; --traces keeps what the ghost recorded, so that
+distinct script runs once under `memfit dry-run`, for its card; --traces keeps what the ghost records, so that
 a later call only predicts.
 --peer runs it again under PyTorch's RuntimeEstimator, for the cards of its table of data sheets.
 Exits with 1 when a script fails, or its peak differs from its author's by more than times.toml allows.
