@@ -285,6 +285,7 @@ def markdown(results: Sequence[TimedResult], sources: Iterable[Mapping[str, Any]
     used = {result.row.source for result in results}
     cited = [
         f"- {source['name']}: {source['cite']}. Assumed: {source['assumed']}."
+        + (f" Blind: first predicted on {source['blind']}." if "blind" in source else "")
         for source in sources
         if source["name"] in used
     ]
