@@ -3,10 +3,11 @@
     pip install pyarrow scipy
     python benchmarks/fit_kernel_times.py --data FOLDER [--kinds product_16 softmax] [--write]
 
-FOLDER has the tables, as measured_kernels.py and measured_convolutions.py read them. Printed for each kind
-and card: rows, and of |predicted / measured - 1| the median, the 90 % quantile, and that of kernels above
-100 us; then the same with the card left out, by its nearest relative's coefficients. Half of the rows, at
-most 400, are fitted; all are judged.
+FOLDER has the tables, as measured_kernels.py and measured_convolutions.py read them, and what cards of your
+own measured, as measured_cards.py does. Printed for each kind and card: rows, and of
+|predicted / measured - 1| the median, the 90 % quantile, and that of kernels above 100 us; then the same with
+the card left out, by its nearest relative's coefficients. Half of the rows, at most 400, are fitted; all are
+judged.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median, quantiles
 
+import measured_cards
 import measured_convolutions
 import measured_kernels
 from measured_kernels import Row, rows_by_kind
@@ -34,6 +36,12 @@ ONLY_JUDGED = {"code-snippet"}
 """Sources whose kernels are of another sort: they show how far off a relative may be."""
 LEAST_SECONDS = 1.5e-6
 """Of a kernel: about what the smallest of aiconfigurator's take, launched by CUDA graphs without the host."""
+MOST_SECONDS = {
+    **dict.fromkeys(("pointwise", "layer_norm", "softmax"), 5e-6),
+    **dict.fromkeys(("layer_norm_backward", "softmax_backward"), 1e-5),
+}
+"""Of kernels whose tables have none below 20 to 250 us, timed with the host: of one kernel, or two. Products
+that CUDA graphs launch take 1.5 to 3.3 us."""
 START = {
     "arithmetic": 0.8,
     "bandwidth": 0.8,
@@ -90,15 +98,23 @@ def fit_coefficients(kind: str, rows: list[Row]) -> dict[str, float]:
     """Return coefficients that minimise the mean error, pulled a little towards where the search starts."""
     from scipy.optimize import minimize
 
-    formula = "attention" if kind.startswith(("flash", "cudnn")) else kind.split("_", maxsplit=1)[0]
+    formula = (
+        "attention"
+        if kind.startswith(("flash", "cudnn", "efficient", "flex"))
+        else kind.split("_", maxsplit=1)[0]
+    )
     names = [*NAMES.get(formula, NAMES["traffic"])]
     if any(row.source == "aiconfigurator" for row in rows) and formula == "product":
         names.append("floor")  # timed in CUDA graphs, without the host
     start = [math.log(START[name]) for name in names]
     some = sample(rows)
 
+    def coefficients(logs: list[float]) -> dict[str, float]:
+        fit = {"floor": START["floor"]} | dict(zip(names, map(math.exp, logs), strict=True))
+        return fit | {"floor": min(fit["floor"], MOST_SECONDS.get(kind, math.inf))}
+
     def loss(logs: list[float]) -> float:
-        off = errors(some, {"floor": START["floor"]} | dict(zip(names, map(math.exp, logs), strict=True)))
+        off = errors(some, coefficients(logs))
         pull = sum((log - first) ** 2 for log, first in zip(logs, start, strict=True)) / len(names)
         return (
             sum(map(abs, off)) / len(off)
@@ -109,7 +125,7 @@ def fit_coefficients(kind: str, rows: list[Row]) -> dict[str, float]:
     found = minimize(
         loss, start, method="Nelder-Mead", options={"maxiter": ROUNDS, "xatol": 1e-2, "fatol": 1e-4}
     )
-    fit = {"floor": START["floor"]} | dict(zip(names, map(math.exp, found.x), strict=True))
+    fit = coefficients(found.x)
     fit["floor"] = max(fit["floor"], LEAST_SECONDS)
     return {name: float(f"{value:.3g}") for name, value in fit.items()}
 
@@ -212,7 +228,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", help="only these kinds")
     parser.add_argument("--write", action="store_true", help="write kernel_times.toml")
     options = parser.parse_args()
-    kinds = rows_by_kind(options.data, {**measured_kernels.READERS, **measured_convolutions.READERS})
+    readers = measured_kernels.READERS | measured_convolutions.READERS | measured_cards.READERS
+    kinds = rows_by_kind(options.data, readers)
     print(
         f"{'kind':20} {'card':14} {'rows':>6} {'median':>7} {'90 %':>7} {'>100 us':>7} | left out: the same"
     )

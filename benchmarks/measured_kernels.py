@@ -3,8 +3,7 @@
 FOLDER has what ``[source]`` in kernel_times.toml names: ``aiconfigurator`` (``gemm_CARD.parquet``,
 ``context_attention_CARD.parquet`` and ``nccl_CARD.parquet``), ``neusight`` (``test_*.csv``; ``conv/*.csv``
 from train/collect/conv; ``jobs/CARD__JOB.csv`` from label), ``estimate_train_time`` (``*_fp16.csv``),
-``simumax`` (``*.json``) and ``deepbench`` (``DeepBench_NV_*.xlsx`` from results/train). A folder that is not
-there is left out.
+``simumax`` (``*.json``), ``deepbench`` (``DeepBench_NV_*.xlsx`` from results/train); what is not there, not.
 """
 
 import ast
@@ -16,7 +15,7 @@ import sys
 import xml.etree.ElementTree as ET
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -292,15 +291,16 @@ def estimate_train_time(folder: Path, rows: Rows) -> None:
 
 
 def simumax(folder: Path, rows: Rows) -> None:
-    """Products and attention on a B200, as shares of its rate, all of an attention's scores counted."""
-    table = json.loads((folder / "b200_bf16.json").read_text())["accelerator"]["op"]
-    device = measured_device("B200")
-    for key, share in table["matmul"]["accurate_efficient_factor"].items():
-        size = {each: int(number) for each, number in re.findall(r"(\w+)=(\d+)", key)}
-        work = matrix("bfloat16", *(size[each] for each in "bmnk"))
-        # 100 of each ran behind each other on random numbers: the power limit lowers the clock.
-        row = Row((work,), work.flops / (2250e12 * share), device, "simumax", warm=True)
-        rows["product_16", "B200"].append(row)
+    """Products of two cards and a B200's attention, as shares of rates; all scores of an attention count."""
+    for name, card in (("a100_pcie", "A100-80GB PCIe"), ("b200_bf16", "B200")):
+        table = json.loads((folder / f"{name}.json").read_text())["accelerator"]["op"]
+        device, rate = measured_device(card), 1e12 * table["matmul"]["tflops"]
+        for key, share in table["matmul"]["accurate_efficient_factor"].items():
+            size = {each: int(number) for each, number in re.findall(r"(\w+)=(\d+)", key)}
+            work = matrix("bfloat16", *(size[each] for each in "bmnk"))
+            # 100 of each ran behind each other on random numbers: the power limit lowers the clock.
+            row = Row((work,), work.flops / (rate * share), device, "simumax", warm=True)
+            rows["product_16", card].append(row)
     for kind, name in (("cudnn", "sdp_fwd"), ("cudnn_backward", "sdp_bwd")):
         for key, share in table[name]["accurate_efficient_factor"].items():
             size = {each: int(number) for each, number in re.findall(r"(\w+)=(\d+)", key)}
@@ -367,7 +367,7 @@ def deepbench(folder: Path, rows: Rows) -> None:
                     add(f"convolution_backward_{bits}", backward, number_in(cells, "P") + inputs)
 
 
-Readers = Mapping[str, tuple[Callable[[Path, Rows], None], ...]]
+Readers = dict[str, tuple[Callable[[Path, Rows], None], ...]]
 READERS: Readers = {
     "aiconfigurator": (aiconfigurator, collectives),
     "neusight": (neusight,),

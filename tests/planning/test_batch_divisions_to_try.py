@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from memfit.analysis.trial_result import TrialResult
+from memfit.planning import checkpointing_bases
 from memfit.planning.batch_divisions_to_try import BatchDivisionsToTry
 from memfit.planning.checkpointing_bases import CheckpointingBases
 from memfit.planning.choose_checkpointing import CheckpointChooser
+from memfit.planning.run_changes_on_ghost import forward_and_backward_seconds
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import (
     Change,
@@ -103,7 +105,7 @@ def test_where_slices_are_not_known_to_suit_the_model_whole_batches_are_recomput
 @pytest.mark.parametrize(("budget", "parts"), [(0.55, [2]), (0.3, [2, 4])])
 def test_a_loop_that_would_save_time_is_named_beside_recomputation(monkeypatch, budget, parts):
     """Slices that run twice cost more than recomputation, and what the loop would divide costs nothing."""
-    monkeypatch.setattr(CheckpointingBases, "forward_again", lambda _: 2.0)
+    monkeypatch.setattr(f"{checkpointing_bases.__name__}.seconds_to_run_model_again", twice_a_step)
     script = BatchedScript()
     found = planned(script, budget)
     assert found.chosen.change.plan.keys() == {"checkpointing"}
@@ -128,6 +130,10 @@ def test_batches_are_divided_no_further_than_needed():
     script = BatchedScript()
     assert planned(script, 0.3).in_loop.change.micro_batches.count == 4
     assert script.divided == [2, 4]
+
+
+def twice_a_step(step, seconds):
+    return 2 * forward_and_backward_seconds(step, seconds)
 
 
 class Undiminished(BatchedScript):
@@ -203,13 +209,17 @@ class Sliced(BatchedScript):
         return TrialResult(needing(-(-peak // MIB) + self.more_in_slices[count]), ("Net (optimizer: t:1)",))
 
 
-@pytest.mark.parametrize(("less", "count"), [(0, 8), (40, 2)], ids=["smaller", "recomputed"])
-def test_where_slices_are_tight_smaller_ones_are_tried_and_more_is_recomputed(less, count):
+@pytest.mark.parametrize(
+    ("less", "count", "ran"), [(0, 8, [2, 2, 4, 4, 8]), (40, 2, [2, 2])], ids=["smaller", "recomputed"]
+)
+def test_where_slices_are_tight_more_is_recomputed_before_smaller_ones_are_tried(less, count, ran):
     halves = CheckpointChooser(Sliced({}).steps[64], work).plain_peak // MIB
     room = halves + round(SPREAD * OUTSIDE) // MIB + 20  # within which the micro-batches are not tight
     script = Sliced({2: 40, 4: 300, 8: 0}, less)
     found = find(assumed(script), room * MIB + OUTSIDE)
-    assert script.divided == script.sliced == [2, 4, 8, 2]  # the last recomputes what leaves room for slices
+    assert (
+        script.divided == script.sliced == ran
+    )  # the second of a size recomputes what leaves room for slices
     chosen = found.chosen.change.plan
     assert (chosen["batch_slices"], "checkpointing" in chosen) == ({"count": count}, count == 2)
     assert not found.is_tight
@@ -217,7 +227,7 @@ def test_where_slices_are_tight_smaller_ones_are_tried_and_more_is_recomputed(le
 
 def test_recomputation_that_seems_to_need_slightly_too_much_is_run_before_slices_are_chosen(monkeypatch):
     """Only a run shows how far predictions are off: with slices, the step would take twice as long."""
-    monkeypatch.setattr(CheckpointingBases, "forward_again", lambda _: 2.0)
+    monkeypatch.setattr(f"{checkpointing_bases.__name__}.seconds_to_run_model_again", twice_a_step)
     script = Sliced({2: 0, 4: 0, 8: 0})
     script.more = lambda _: -40  # beside what is predicted
     least = CheckpointChooser(script.step, work).least.peak // MIB
@@ -303,7 +313,7 @@ def test_no_option_divides_batches_where_the_loop_draws_numbers_for_them():
     for random in (False, True):
         step = StepOperations((), (), (), (), samples=StepInputs(random=random))
         plain = TrialResult(trace(1, options=options), operations=step)
-        bases = SimpleNamespace(forward_again=lambda: 0.0)
+        bases = SimpleNamespace()
         divisions = BatchDivisionsToTry(plain, None, bases, 1, AllowedChanges())
         divisions.begin(SimpleNamespace(change=Change()))
         assert divisions.left[0].micro_batches.by_option is not random

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from memfit.analysis.trial_result import TrialResult
-from memfit.planning.carry_out_in_slices import SlicedPlans, dimension_of_samples, is_made_by_loop
-from memfit.planning.run_changes_on_ghost import PlanRuns
+from memfit.planning.carry_out_in_slices import SlicedPlans, dimension_of_samples
+from memfit.planning.run_changes_on_ghost import PlanRuns, is_made_by_loop
 from memfit.records import Change, DividedBatches, LoaderBatchSize, ScriptEnd, StepInputs
 from support.planned_script import MIB, OUTSIDE, needing
 
@@ -46,8 +46,9 @@ def search(sizes):
 def carried_out(sizes, parts=(2, 4), again=AGAIN, **settings):
     runs, seen = search(sizes)
     found = [divided(count, 1.0 + count / 100, runs, **settings) for count in parts]
-    plans = SlicedPlans(runs, 70 * MIB + OUTSIDE, again)
-    return plans.fastest(found[0], found), plans.made_by_loop(found[0]), seen
+    runs.again = again
+    plans = SlicedPlans(runs, 70 * MIB + OUTSIDE)
+    return plans.fastest(found[0], found), runs.made_by_loop(found[0]), seen
 
 
 def test_slices_take_the_place_of_as_many_micro_batches():

@@ -309,6 +309,25 @@ def test_the_best_products_of_cards_whose_clock_under_load_is_known(card, sizes,
     assert 2 * math.prod(sizes) / seconds / 1e12 == pytest.approx(measured, rel=0.03)
 
 
+def test_a_card_with_less_power_multiplies_slower():
+    [sxm, pcie, of_40] = (
+        KernelTimes(find_device(card)).of(product(8192, 8192, 8192))
+        for card in ("A100-80GB", "A100-80GB PCIe", "A100-40GB PCIe")
+    )
+    assert 1.1 * sxm.seconds < pcie.seconds < 1.2 * sxm.seconds  # SimuMax: by 13 to 16 %
+    assert of_40.seconds == pytest.approx(pcie.seconds, rel=0.02)
+    assert (pcie.basis, of_40.basis) == (Basis.CARD, Basis.RELATIVE)
+
+
+@pytest.mark.parametrize(
+    "name", ["aten.native_layer_norm.default", "aten._softmax.default", "aten.mul.Tensor"]
+)
+@pytest.mark.parametrize("card", ["A100-40GB", "A100-80GB", "V100-32GB", "T4", "L4", "H100"])
+def test_a_tiny_kernel_takes_microseconds_though_tables_have_none(card, name):
+    tiny = operation(name, tensor(8, 128), results=(tensor(8, 128),))
+    assert 1e-6 < KernelTimes(find_device(card)).of(tiny).seconds < 6e-6
+
+
 def test_what_the_kernel_before_left_in_the_cache_is_read_faster():
     times = KernelTimes(find_device("L40S"))  # 96 MiB of L2 cache
     small, large = (times.of(pointwise("aten.add.Tensor", n, 1 << 20)).seconds for n in (1, 64))

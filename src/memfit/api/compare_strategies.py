@@ -30,7 +30,6 @@ from memfit.records import (
     StrategyComparison,
     equality_of,
 )
-from memfit.records.own_sharding import offloads_shards
 from memfit.run.job_rank import Rank
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import ScriptProgress, checked_script_argv
@@ -195,9 +194,7 @@ class _Plain:
 
     def compared(self, run: ComparedRun, change: Change, under: TrialResult) -> ComparedRun:
         """Return a run with its time, and what it computes, compared with the script as written."""
-        shards = (change.plan.get("sharding", {}), *change.own_sharding.values())
-        on_host = any(each.get("offload") or offloads_shards(each) for each in shards)
-        time = None if on_host else step_time_of_trace(under.trace)  # of an update on the host none is known
+        time = None if change.updates_on_host else step_time_of_trace(under.trace)
         compiled = self.step is not None and self.step.compiled
         return replace(
             run,

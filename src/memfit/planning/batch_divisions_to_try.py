@@ -20,11 +20,11 @@ from memfit.planning.batch_size_changes import (
     with_facts_on_samples,
 )
 from memfit.planning.bracket_checkpoint_choices import WORTH
-from memfit.planning.carry_out_in_slices import SlicedPlans, dimension_of_samples, is_made_by_loop
+from memfit.planning.carry_out_in_slices import SlicedPlans, dimension_of_samples
 from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
 from memfit.planning.mixed_integer_solver import INFINITY
 from memfit.planning.optimizer_state_changes import makes_updates_in_backward, optimizer_state_bytes_saved
-from memfit.planning.run_changes_on_ghost import PlanRuns
+from memfit.planning.run_changes_on_ghost import PlanRuns, is_made_by_loop
 from memfit.planning.sample_independence import (
     SampleComparison,
     compare_steps_of_parts,
@@ -79,7 +79,7 @@ class BatchDivisionsToTry:
         """Those that may be made of the base, largest parts first."""
         self.why_no_more = ""
         """Why batches are not divided, or no further, as a clause."""
-        self._sliced = SlicedPlans(runs, budget, bases.forward_again())
+        self._sliced = SlicedPlans(runs, budget)
         self._slices = slice_changes(plain.trace, step) if allowed.rounding else []
         """Where nothing sets the size of batches, which only the model's call can divide then."""
         self._are_independent = False
@@ -121,23 +121,52 @@ class BatchDivisionsToTry:
         def fastest() -> PlanRun:
             return self._sliced.fastest(found, [*ran, *self._runs.tried])
 
+        def recompute(base: CheckpointingBase) -> PlanRun:
+            """Search a base once more, with less memory: slices need the rest."""
+            more, left = self._sliced.more[base.change.parts], self.left
+            searched.add(id(base))
+            self._runs.chosen = chosen if leaves_loop() else None
+            self.left = []
+            self._runs.budget -= more
+            search([base])
+            self._runs.budget += more
+            self.left = left
+            return fastest()
+
+        def leaves_loop() -> bool:
+            return not is_made_by_loop(chosen.change) and self._runs.fits(chosen)
+
+        searched: set[int] = set()
         chosen = fastest()
-        while self.left and not self._sliced.refused:
-            if not is_made_by_loop(chosen.change) and self._runs.fits(chosen):
-                break
-            bases += self.make(bases[0], bases[-1])
-            chosen = fastest()
-        self.left, budget = [], self._runs.budget
-        for base in bases:
-            more = self._sliced.more.get(base.change.parts, 0)
-            self._runs.chosen = None if is_made_by_loop(chosen.change) else chosen
-            if more and (self._runs.chosen is None or base.run.time < chosen.time - _WORTH_MORE_RUNS):
-                self._runs.budget -= more
-                search([base])
-                self._runs.budget = budget
+        while self.left and not self._sliced.refused and not leaves_loop():
+            if id(bases[-1]) not in searched and self._is_recomputation_faster(bases[0], bases[-1]):
+                chosen = recompute(bases[-1])
+            else:
+                bases += self.make(bases[0], bases[-1])
                 chosen = fastest()
+        self.left = []
+        for base in bases:
+            is_worth = is_made_by_loop(chosen.change) or base.run.time < chosen.time - _WORTH_MORE_RUNS
+            if self._sliced.more.get(base.change.parts) and id(base) not in searched and is_worth:
+                chosen = recompute(base)
         self._runs.chosen = None if is_made_by_loop(chosen.change) else chosen
         return search([base for base in bases if base.change.parts == 1])
+
+    def _is_recomputation_faster(self, whole: CheckpointingBase, last: CheckpointingBase) -> bool:
+        """Return whether slices are predicted to fit if more is recomputed, in less time than smaller ones.
+
+        Smaller parts take more time in proportion to their number.
+        """
+        more, parts = self._sliced.more.get(last.change.parts), last.change.parts
+        if not more or parts <= whole.change.parts:
+            return False
+        self._runs.budget -= more
+        choice = last.bracket.next()
+        self._runs.budget += more
+        each = (last.run.time - whole.run.time) / (parts - whole.change.parts)
+        return choice is not None and last.bracket.time(choice) < last.run.time + each * (
+            self.left[0].parts - parts
+        )
 
     def try_in_loop(self, chosen: PlanRun, bases: Sequence[CheckpointingBase]) -> None:
         """Run smaller micro-batches until some fit, where the loop would save far more time than memfit can.
@@ -153,7 +182,7 @@ class BatchDivisionsToTry:
         why = self.why_no_more
         self.left = [way for way in self._ways if way.parts > last.change.parts]
         while self.left and not self._runs.fits(last.run):
-            if self.made_by_loop(last.run).time > chosen.time - _WORTH_MORE_RUNS:
+            if self._runs.made_by_loop(last.run).time > chosen.time - _WORTH_MORE_RUNS:
                 break
             (last,) = self.make(bases[0], last) or (last,)
         self.left, self.why_no_more = [], why
@@ -177,14 +206,13 @@ class BatchDivisionsToTry:
         before = whole.run
         for slices in self._slices:
             count = slices.plan["batch_slices"]["count"]
-            least = 1.0 + self._bases.forward_again() * (count - 1) / count
+            least = 1.0 + self._runs.again * (count - 1) / count
             if chosen is not None and chosen.time <= least + WORTH:
                 break
             plan = whole.change | slices | more
             if not self._bases.can_fit(plan):
                 break
-            relative = partial(self._bases.relative, plan, copies=whole.copies)
-            made = self._runs.make(plan, relative, operations=True)
+            made = self._runs.make_for_time(plan, partial(self._bases.relative, plan))
             if isinstance(made, ScriptEnd):
                 self.why_no_more = self._indivisible = why_run_failed(made)
                 self._runs.drop(plan, self.why_no_more)
@@ -201,10 +229,6 @@ class BatchDivisionsToTry:
             before = run
         return chosen
 
-    def made_by_loop(self, run: PlanRun) -> PlanRun:
-        """Return a run with the time that it takes if the loop divides batches."""
-        return self._sliced.made_by_loop(run)
-
     def completed(self, answer: ScriptPlan, ran: Iterable[PlanRun]) -> ScriptPlan:
         """Return an answer with why batches are not divided; what the loop divides has the time of that.
 
@@ -212,12 +236,14 @@ class BatchDivisionsToTry:
             answer: of the search.
             ran: before the plans that were tried.
         """
-        tried = tuple(map(self.made_by_loop, self.left_to_memfit(answer.tried)))
-        smallest = None if answer.smallest is None else self.made_by_loop(answer.smallest)
+        made_by_loop = self._runs.made_by_loop
+        tried = tuple(map(made_by_loop, self.left_to_memfit(answer.tried)))
+        smallest = None if answer.smallest is None else made_by_loop(answer.smallest)
         undivided = self.why_no_more or self.only_in_model
         in_loop = answer.in_loop or self._faster_in_loop(answer.chosen, ran)
+        in_loop = None if in_loop is None else made_by_loop(in_loop)
         # Slices of other sizes have not run.
-        least = 1.0 + self._bases.forward_again() / 2 if self._slices else INFINITY
+        least = 1.0 + self._runs.again / 2 if self._slices else INFINITY
         bound = min(answer.bound, least, INFINITY if in_loop is None else in_loop.time)
         return replace(
             answer, undivided=undivided, tried=tried, smallest=smallest, bound=bound, in_loop=in_loop
@@ -228,9 +254,9 @@ class BatchDivisionsToTry:
         if chosen is None or self.only_in_model:
             return None
         divided = [run for run in (*ran, *self._runs.tried) if is_made_by_loop(run.change)]
-        fitting = (self.made_by_loop(run) for run in divided if self._runs.fits(run))
-        faster = (run for run in fitting if run.time < chosen.time - WORTH)
-        return min(faster, key=lambda run: run.time, default=None)
+        fitting = [run for run in divided if self._runs.fits(run)]
+        faster = [run for run in fitting if self._runs.made_by_loop(run).time < chosen.time - WORTH]
+        return min(faster, key=lambda run: self._runs.made_by_loop(run).time, default=None)
 
     def begin(self, root: CheckpointingBase) -> None:
         """Begin with a base with whole batches: find the divisions that may be enough for it.
@@ -260,11 +286,7 @@ class BatchDivisionsToTry:
         """
         division = self.left.pop(0)
         divided, plan = division.micro_batches, whole.change | division
-        made = self._runs.make(
-            plan,
-            lambda result: max(self._bases.relative(plan, result, whole.copies), last.run.time),
-            operations=True,
-        )
+        made = self._runs.make(plan, partial(self._bases.relative, plan), operations=True)
         operations, samples = None, SampleComparison()
         if isinstance(made, ScriptEnd):
             fault = why_run_failed(made)
@@ -296,7 +318,7 @@ class BatchDivisionsToTry:
         plan = with_facts_on_samples(plan, samples.assumed, dim)
         change = replace(made[1].change, micro_batches=plan.micro_batches)
         run = self._runs.tried[-1] = replace(made[1], change=change)
-        base = replace(self._bases.base(plan, made[0], run), copies=whole.copies)
+        base = self._bases.base(plan, made[0], run)
         if whole.change.plan.get("optimizer_state") is None:
             self._alone.setdefault(plan.parts, base.run)
         self._end_if_hopeless(base, last)

@@ -5,6 +5,8 @@ next: what the budget admits, or halfway between the two
 ── best: ran, fits
 """
 
+from math import isfinite
+
 from memfit.planning.batch_size_changes import process_bytes_independent_of_batch
 from memfit.planning.choose_checkpointing import CheckpointChoice, CheckpointChooser
 from memfit.planning.mixed_integer_solver import INFINITY
@@ -28,24 +30,28 @@ class CheckpointChoiceBracket:
     """
 
     def __init__(self, chooser: CheckpointChooser, runs: PlanRuns, plain: PlanRun, step: float) -> None:
-        self._chooser, self._runs, self._step = chooser, runs, step
+        self._chooser, self._runs = chooser, runs
         self._fixed = process_bytes_independent_of_batch(plain)
+        self._plain = plain
         self._besides = plain.needs.bytes - chooser.plain_peak
         """What the last run needed over its prediction."""
+        self._longer = plain.change.parts / step if step else 0.0
+        """By how much each second that is predicted makes a step longer, relative to one as written: as in
+        the last run."""
         self._ran: list[tuple[CheckpointChoice, PlanRun]] = []
         self._ran_for: int | None = None
         """The budget for which the last was chosen."""
         self._next: CheckpointChoice | None = None
         self._found_for: int | None = None
         """The budget for which the next choice is known."""
-        self.bound = 0.0
+        self._bound = 0.0
         """No choice that is predicted to fit adds fewer seconds; infinite if none is."""
 
     @property
     def best(self) -> tuple[CheckpointChoice, PlanRun] | None:
         """The fastest that fits."""
         fitting = [each for each in self._ran if self._runs.fits(each[1])]
-        return min(fitting, key=lambda each: each[0].seconds, default=None)
+        return min(fitting, key=lambda each: each[1].time, default=None)
 
     @property
     def _over(self) -> CheckpointChoice | None:
@@ -64,12 +70,25 @@ class CheckpointChoiceBracket:
             self._next, self._found_for = self._find(), self._runs.budget
         return self._next
 
+    def time(self, choice: CheckpointChoice) -> float:
+        """Return the time of a step that is predicted for a choice, relative to the script as written."""
+        return self._longer_by(choice.seconds)
+
+    @property
+    def bound(self) -> float:
+        """The time of a step below which no choice is that is predicted to fit; infinite if none is."""
+        return self._longer_by(self._bound)
+
     @property
     def least(self) -> float:
-        """Seconds that every choice adds which may yet fit."""
+        """The time below which no choice is that may yet fit."""
         if self._over is not None:
-            return self._over.bound
-        return self.best[0].bound if self.best is not None and self._ran_for == self._runs.budget else 0.0
+            return self._longer_by(self._over.bound)
+        is_known = self.best is not None and self._ran_for == self._runs.budget
+        return self._longer_by(self.best[0].bound if self.best is not None and is_known else 0.0)
+
+    def _longer_by(self, seconds: float) -> float:
+        return self._plain.time + (seconds * self._longer if seconds else 0.0)
 
     @property
     def smallest(self) -> CheckpointChoice:
@@ -93,14 +112,16 @@ class CheckpointChoiceBracket:
         """Add a run under a choice."""
         self._found_for, self._ran_for = None, self._runs.budget
         self._besides = run.needs.bytes - choice.peak
+        if choice.seconds and isfinite(run.time):
+            self._longer = max(0.0, run.time - self._plain.time) / choice.seconds
         self._ran.append((choice, run))
         if self.best is not None and self.best[0] is choice:
-            self.bound = choice.bound
+            self._bound = choice.bound
 
     def _find(self) -> CheckpointChoice | None:
         budget, best, over = self._runs.budget, self.best, self._over
         fastest = over.seconds if over is not None else 0.0
-        if best is not None and best[0].seconds - fastest <= WORTH * self._step:
+        if best is not None and best[1].time - self._longer_by(fastest) <= WORTH:
             return None
         target = budget - self._besides
         if over is not None and target >= over.peak:
@@ -108,7 +129,7 @@ class CheckpointChoiceBracket:
             target = (fits + over.peak) // 2
         found = self._chooser.choose(target)
         if best is None:
-            self.bound = found.bound if found is not None else INFINITY
+            self._bound = found.bound if found is not None else INFINITY
         if found is None:
             within = _PREDICTED_WITHIN * max(0, self.least_needs - self._fixed)
             if self.least_needs - within > budget:

@@ -21,12 +21,10 @@ class SlicedPlans:
     Args:
         runs: of the search.
         budget: bytes of the process.
-        again: the time of running the model's forward on a batch again, relative to a step of the script as
-            written; 0 if the model returns its loss, so that nothing runs again.
     """
 
-    def __init__(self, runs: PlanRuns, budget: int, again: float) -> None:
-        self._runs, self._budget, self._again = runs, budget, again
+    def __init__(self, runs: PlanRuns, budget: int) -> None:
+        self._runs, self._budget = runs, budget
         self._made: dict[Change, PlanRun] = {}
         self.more: dict[int, int] = {}
         """By parts: bytes that slices needed more than micro-batches, where they did not fit."""
@@ -40,14 +38,15 @@ class SlicedPlans:
             found: the fastest plan that fits.
             ran: all plans that ran.
         """
+        fit: list[PlanRun] = []
         tight: list[PlanRun] = []
         fitting = [run for run in ran if run.needs.bytes <= self._budget and run.time >= found.time]
         for plan in sorted({id(each): each for each in (found, *fitting)}.values(), key=attrgetter("time")):
+            if fit and plan.time >= min(run.time for run in fit):
+                break
             divided = plan.change.micro_batches
             if divided is None or not divided.by_hand:
-                if self._runs.fits(plan):
-                    return plan
-                tight.append(plan)
+                (fit if self._runs.fits(plan) else tight).append(plan)
                 continue
             self.refused |= divided.dim is None
             if self.refused or plan.needs.bytes + self.more.get(divided.count, 0) > self._budget:
@@ -56,23 +55,16 @@ class SlicedPlans:
             if sliced is None:
                 self.refused = True
             elif self._runs.fits(sliced):
-                return self._with_more_kept(sliced, plan)
+                fit.append(self._with_more_kept(sliced, plan))
             else:
                 self.more[divided.count] = sliced.needs.bytes - plan.needs.bytes
                 tight += [sliced] * (sliced.needs.bytes <= self._budget)
-        return tight[0] if tight else found
-
-    def made_by_loop(self, plan: PlanRun) -> PlanRun:
-        """Return a plan with the time that it takes if the loop divides batches."""
-        divided = plan.change.micro_batches
-        if divided is None or not divided.by_hand:
-            return plan
-        return replace(plan, time=plan.time - self._again * (divided.count - 1) / divided.count)
+        return min(fit or tight, key=attrgetter("time"), default=found)
 
     def _run(self, plan: PlanRun, kept: int = 1) -> PlanRun | None:
         change, count = change_to_slices(plan.change, kept), plan.change.parts
         if change not in self._made:
-            time = self.made_by_loop(plan).time + self._again * (count - kept) / count
+            time = self._runs.made_by_loop(plan).time + self._runs.again * (count - kept) / count
             made = self._runs.make(change, time)
             if isinstance(made, ScriptEnd):
                 self._runs.drop(change, why_run_failed(made))
@@ -84,14 +76,9 @@ class SlicedPlans:
         """Return a plan with slices in which as many are kept as the room has, if each saves as much."""
         saved = sum(term.figure.bytes for term in sliced.terms if "activations" in term.name)
         room = self._runs.budget - sliced.needs.bytes
-        kept = min(plan.change.parts - 1, 1 + room // saved) if saved and self._again else 1
+        kept = min(plan.change.parts - 1, 1 + room // saved) if saved and self._runs.again else 1
         more = self._run(plan, kept) if kept > 1 else None
         return more if more is not None and self._runs.fits(more) else sliced
-
-
-def is_made_by_loop(plan: Change) -> bool:
-    """Return whether a plan takes a change of the training loop, or slices instead."""
-    return plan.micro_batches is not None and plan.micro_batches.by_hand
 
 
 def change_to_slices(change: Change, kept: int = 1) -> Change:

@@ -16,9 +16,9 @@ from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.planning.batch_size_changes import batch_division_changes, slice_changes
 from memfit.planning.bracket_checkpoint_choices import CheckpointChoiceBracket
-from memfit.planning.carry_out_in_slices import is_made_by_loop
 from memfit.planning.choose_checkpointing import CheckpointChooser
 from memfit.planning.memory_floor import MemoryFloor, MemoryFloors, memory_floor_of_updates
+from memfit.planning.mixed_integer_solver import INFINITY
 from memfit.planning.optimizer_state_changes import (
     OptimizerChangesToTry,
     bytes_of_category_at_peak,
@@ -30,7 +30,7 @@ from memfit.planning.run_changes_on_ghost import (
     PlannedScript,
     PlanRuns,
     forward_and_backward_seconds,
-    seconds_beside_passes,
+    is_made_by_loop,
     seconds_to_run_model_again,
 )
 from memfit.planning.shardings import own_sharding_changes, with_unsharded_module_names
@@ -51,8 +51,6 @@ class CheckpointingBase:
     bracket: CheckpointChoiceBracket
     offload: bool = False
     """Whether the inputs of recomputed modules wait on the host."""
-    copies: float = 0.0
-    """Time of copies of shards in each micro-batch, relative to a step of the script as written."""
 
 
 class CheckpointingBases:
@@ -89,11 +87,16 @@ class CheckpointingBases:
         """The script without any change of these."""
         self._least: CheckpointingBase
         """Of the last start's roots, the one that needs least."""
-        self.step = 0.0
-        """Seconds of a step as written."""
+        self._passes = 0.0
+        """Seconds of the operations of forward and backward as written."""
         if plain.operations is not None:
-            self.step = forward_and_backward_seconds(plain.operations, script.seconds)
-            self.step += seconds_beside_passes(plain, script.seconds)
+            self._passes = forward_and_backward_seconds(plain.operations, script.seconds)
+            runs.again = seconds_to_run_model_again(plain.operations, script.seconds) / self.step
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step as written: of its operations alone where the time of the step is not known."""
+        return self._passes if self._runs.written is None else self._runs.written.seconds
 
     def base(self, plan: Change, result: TrialResult, run: PlanRun) -> CheckpointingBase:
         """Return the base that a run is, whose operations were recorded."""
@@ -186,7 +189,7 @@ class CheckpointingBases:
         return fused if isinstance(fused, CheckpointingBase) else base
 
     def _copies_of_state(self) -> float:
-        """Return the time of copying the optimizer's state to the host and back, as ``PlanBase.copies``."""
+        """Return the time of copying the optimizer's state to the host and back, relative to a step."""
         state = max(
             bytes_of_category_at_peak(run, Category.OPTIMIZER_STATE)
             for run in (*self._starts, *self._runs.tried)
@@ -195,37 +198,29 @@ class CheckpointingBases:
 
     def _lower(self, base: CheckpointingBase, plan: Change) -> CheckpointingBase | ScriptEnd | None:
         """Run the script under a change; return it as a base, or nothing if it needs no less than another."""
-        relative = functools.partial(self.relative, plan, copies=base.copies)
-        made = self._runs.make(plan, relative, operations=True)
+        made = self._runs.make(plan, functools.partial(self.relative, plan), operations=True)
         if isinstance(made, ScriptEnd):
             self._runs.drop(plan, why_run_failed(made))
             return made
         if made[0].operations is None:
             return None
-        lower = replace(self.base(plan, made[0], made[1]), copies=base.copies)
+        lower = self.base(plan, made[0], made[1])
         needs = lower.run.needs.bytes, lower.update.needs.bytes
         if needs[0] >= base.run.needs.bytes and needs[1] >= base.update.needs.bytes:
             return None
         self._runs.models = made[0].models
         return lower
 
-    def relative(self, plan: Change, result: TrialResult, copies: float = 0.0) -> float:
-        """Return the time of a recorded run's step, relative to the script as written; copies as in Base."""
-        if result.operations is None:
-            return float("inf")
-        seconds = self._script.seconds
-        passes = forward_and_backward_seconds(result.operations, seconds) / self.step + copies
-        step = plan.parts * passes + seconds_beside_passes(result, seconds) / self.step
-        if is_made_by_loop(plan):
-            step += (plan.parts - 1) / plan.parts * self.forward_again()
-        return step + (self._copies_of_state() if offloads_state(plan) else 0.0)
+    def relative(self, plan: Change, result: TrialResult) -> float:
+        """Return the time of forward and backward of a run, relative to the script as written.
 
-    def forward_again(self) -> float:
-        """Return the time of running the model again on a batch, relative to a step as written."""
-        operations = self._plain.operations
-        if operations is None:
-            return 0.0
-        return seconds_to_run_model_again(operations, self._script.seconds) / self.step
+        It counts where the time of whole steps is not known.
+        """
+        if result.operations is None or not self._passes:
+            return INFINITY
+        passes = plan.parts * forward_and_backward_seconds(result.operations, self._script.seconds)
+        copies = self._copies_of_state() if offloads_state(plan) else 0.0
+        return passes / self._passes + self._runs.more_in_slices(plan) + copies
 
     def offloading(self, base: CheckpointingBase) -> CheckpointingBase:
         """Return a base in which the inputs of what is recomputed wait on the host."""

@@ -109,7 +109,8 @@ class CompiledPlanSearch(PlanSearch):
 
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
-        runs = PlanRuns(self._script.run, self._budget, tune=self._allowed.allocator, compiled=True)
+        tune, written = self._allowed.allocator, self._runs.written
+        runs = PlanRuns(self._script.run, self._budget, tune=tune, compiled=True, written=written)
         policies = block_checkpointing_policies(self._optimizer)
         self._script.run_ahead(_next(runs, policies))
         made = [self._run(policy, runs) for policy in policies]

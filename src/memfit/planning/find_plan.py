@@ -24,7 +24,6 @@ from memfit.analysis.trial_result import TrialResult, why_run_failed
 from memfit.errors import TargetError, UsageError
 from memfit.planning.batch_divisions_to_try import BatchDivisionsToTry
 from memfit.planning.bracket_checkpoint_choices import WORTH
-from memfit.planning.carry_out_in_slices import is_made_by_loop
 from memfit.planning.checkpointing_bases import CheckpointingBase, CheckpointingBases
 from memfit.planning.choose_checkpointing import CheckpointChoice
 from memfit.planning.find_compiled_plan import CompiledPlanSearch
@@ -38,13 +37,17 @@ from memfit.planning.plan_search_base import (
     ways_tried,
     why_smallest_exceeds_budget,
 )
-from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
+from memfit.planning.run_changes_on_ghost import (
+    PlannedScript,
+    PlanRuns,
+    is_made_by_loop,
+    replayable_runs_of_ranks,
+)
 from memfit.planning.shardings import (
     OFFLOADED_SHARDS,
     UNSHARDED,
     bytes_sent_before_and_under,
     own_sharding_changes,
-    shard_copy_seconds,
     shardings_to_try,
 )
 from memfit.planning.strategy_and_allocator_changes import (
@@ -53,6 +56,7 @@ from memfit.planning.strategy_and_allocator_changes import (
     checkpoint_choice_change,
 )
 from memfit.records import Change, PlanRun, ScriptEnd, ScriptPlan
+from memfit.timing.step_time import step_time_of_trace
 
 _UNRECORDED = (
     "memfit saw no training step to plan: no optimizer stepped twice, the script calls no module of its "
@@ -60,6 +64,7 @@ _UNRECORDED = (
 )
 _Sharded = tuple[Change, TrialResult, PlanRun]
 """How the script is sharded, and its run."""
+_Proposal = tuple[CheckpointingBase, CheckpointChoice]
 _MOST_RUNS = 16  # plans that run on the ghost at most
 
 
@@ -123,7 +128,6 @@ class _OperationSearch(PlanSearch):
         budget, allowed = self._budget, self._allowed
         self._bases = CheckpointingBases(self._script, self._plain, self._runs, budget, allowed)
         self._divisions = BatchDivisionsToTry(self._plain, self._runs, self._bases, budget, allowed)
-        self._step = self._bases.step
 
     @property
     def _ran(self) -> list[PlanRun]:
@@ -142,12 +146,13 @@ class _OperationSearch(PlanSearch):
             own_sharding_changes(self._plain.sharding_calls, offloads=offloads) for offloads in (False, True)
         )
         tried = self._try_shardings(free)
-        return self._go_on(
-            [(Change(), self._plain, tuned), *tried], self._offloaded_shards(offloads, tuned, 1)
-        )
+        return self._go_on([(Change(), self._plain, tuned), *tried], self._offloaded_shards(offloads))
 
     def _plan_shardings(self) -> ScriptPlan:
         """Train a script for one GPU on several: with what moves least, if that is enough."""
+        self._runs.written = self._runs.watched = (
+            None  # plain data parallelism is what others are compared with
+        )
         tried = self._try_shardings(shardings_to_try(rounding=self._allowed.rounding))
         if not tried:
             raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {self._runs.dropped[0]}")
@@ -157,7 +162,7 @@ class _OperationSearch(PlanSearch):
             self._runs.tried.remove(run)
             tried[0] = change, result, as_written
         self._as_written = as_written
-        offloaded = self._offloaded_shards((OFFLOADED_SHARDS,), as_written, self._script.ranks)
+        offloaded = self._offloaded_shards((OFFLOADED_SHARDS,))
         return self._go_on(tried, offloaded)
 
     def _try_shardings(self, changes: Iterable[Change]) -> list[_Sharded]:
@@ -168,6 +173,8 @@ class _OperationSearch(PlanSearch):
             if isinstance(made, ScriptEnd):
                 self._runs.drop(change, why_run_failed(made))
                 continue
+            if not tried and self._script.is_to_be_sharded(self._plain):
+                self._runs.written = self._runs.watched = step_time_of_trace(made[0].trace)
             tried.append((change, *made))
             self._runs.models = made[0].models
             if self._runs.fits(made[1]):
@@ -186,24 +193,15 @@ class _OperationSearch(PlanSearch):
         start = self._bases.base(change, result, run)
         return self._combine(chain([start], offloaded if self._allowed.rounding else ()))
 
-    def _offloaded_shards(
-        self, changes: Iterable[Change], before: PlanRun, ranks: int
-    ) -> Iterator[CheckpointingBase]:
-        """Yield the script with its shards on the host, under each change under which it runs like that.
-
-        Args:
-            changes: each moves the shards to the host.
-            before: a run with the parameters on the GPU.
-            ranks: over which these are shared under the changes, and were not before.
-        """
+    def _offloaded_shards(self, changes: Iterable[Change]) -> Iterator[CheckpointingBase]:
+        """Yield the script with its shards on the host, under each change under which it runs like that."""
         for change in changes:
-            copies = shard_copy_seconds(before.terms, self._script.copy, ranks) / self._step
-            made = self._runs.make(change, 1.0 + copies, operations=True)
+            made = self._runs.make(change, 1.0, operations=True)
             if isinstance(made, ScriptEnd):
                 self._runs.drop(change, why_run_failed(made))
             elif made[0].operations is not None:
                 self._runs.models = made[0].models
-                yield replace(self._bases.base(change, *made), copies=copies)
+                yield self._bases.base(change, *made)
 
     def _combine(self, starts: Iterable[CheckpointingBase]) -> ScriptPlan:
         """Change more about what does not fit; the next start is made if nothing fits with those before."""
@@ -229,15 +227,13 @@ class _OperationSearch(PlanSearch):
                 return self._left_to_memfit(tight, bases, 0.0)
         if found is None:
             return self._no_plan(bases or [start])
-        times = [self._divisions.made_by_loop(base.run).time for base in bases]
-        added = [base.change.parts * self._least(base) / self._step for base in bases]
-        return self._left_to_memfit(found, bases, min(map(sum, zip(times, added, strict=True))))
+        return self._left_to_memfit(found, bases, min(map(self._bound, bases)))
 
     def _left_to_memfit(self, found: PlanRun, bases: list[CheckpointingBase], bound: float) -> ScriptPlan:
         """Answer with the fastest plan that leaves the script's loop as it is; ``found`` if none fits."""
         chosen: PlanRun | None = found
         if is_made_by_loop(found.change):
-            self._in_loop = None if self._divisions.only_in_model else self._divisions.made_by_loop(found)
+            self._in_loop = None if self._divisions.only_in_model else found
             chosen = self._divisions.leave_loop(found, bases, self._ran, self._search)
             tried = any("optimizer_state" in base.change.plan for base in bases)
             if chosen is None and not tried:  # none was worth a run: the plan with another loop is faster
@@ -250,7 +246,7 @@ class _OperationSearch(PlanSearch):
             return self._no_plan(bases)
         if self._in_loop is None:
             self._divisions.try_in_loop(chosen, bases)
-        return self._answer(chosen=chosen, bound=min(bound, chosen.time))
+        return self._answer(chosen=chosen, bound=bound)
 
     def _search_roots(self, roots: Iterable[CheckpointingBase]) -> list[CheckpointingBase]:
         """Choose the fastest plan under some roots; return these, and the divisions of their batches."""
@@ -299,14 +295,14 @@ class _OperationSearch(PlanSearch):
             worth = list(filter(self._may_fit, worth))
             found = [] if self._refusal else [each for base in worth if (each := self._proposal(base))]
             fits = [each for each in found if each[0].bracket.may_fit(each[1])]
-            likely = min(fits, key=lambda each: self._time(*each), default=None)
-            times = [run.time for run in fitting] + [self._time(*each) for each in fits]
+            likely = min(fits, key=_predicted, default=None)
+            times = [run.time for run in fitting] + [_predicted(each) for each in fits]
             pays = bases[-1].run.time < min(times, default=float("inf")) - WORTH
             if self._divisions.left and bases[-1].update.needs.bytes <= self._budget and pays:
                 bases.extend(self._divisions.make(bases[0], bases[-1]))
                 continue
             smallest = min(found, key=lambda each: each[0].bracket.needs(each[1]), default=None)
-            if likely is not None and (best is None or self._time(*likely) < best.time - WORTH):
+            if likely is not None and (best is None or _predicted(likely) < best.time - WORTH):
                 self._try(*likely)
             elif best is None and smallest is not None:
                 self._try(*smallest)
@@ -323,27 +319,25 @@ class _OperationSearch(PlanSearch):
             return base.run
         return base.bracket.best[1] if base.bracket.best is not None else None
 
-    def _proposal(self, base: CheckpointingBase) -> tuple[CheckpointingBase, CheckpointChoice] | None:
+    def _proposal(self, base: CheckpointingBase) -> _Proposal | None:
         choice = None if self._runs.fits(base.run) else base.bracket.next()
         return None if choice is None else (base, choice)
 
-    def _time(self, base: CheckpointingBase, choice: CheckpointChoice) -> float:
-        return base.run.time + base.change.parts * choice.seconds / self._step
-
     def _may_be_taken(self, base: CheckpointingBase) -> bool:
         """Return whether a plan of a base may fit in the time that is allowed."""
-        return base.run.time + base.change.parts * base.bracket.least / self._step <= self._allowed.slowdown
+        return base.bracket.least <= self._allowed.slowdown
 
-    def _least(self, base: CheckpointingBase) -> float:
-        """Return a bound of the seconds that what fits adds to a base."""
+    def _bound(self, base: CheckpointingBase) -> float:
+        """Return the time below which no plan of a base is that fits, should the loop divide its batches."""
         if not self._may_fit(base):
             return INFINITY
-        return 0.0 if self._runs.fits(base.run) else base.bracket.bound
+        time = base.run.time if self._runs.fits(base.run) else base.bracket.bound
+        return time - self._runs.more_in_slices(base.change)
 
     def _try(self, base: CheckpointingBase, choice: CheckpointChoice) -> None:
         """Run a plan, and correct the model of its base."""
         change = checkpoint_choice_change(choice, self._optimizer, offload=base.offload)
-        made = self._runs.make(base.change | change, self._time(base, choice))
+        made = self._runs.make(base.change | change, base.bracket.time(choice))
         if isinstance(made, ScriptEnd):
             self._refusal = f"With {', '.join((*base.change.words, *change.words))}, {why_run_failed(made)}"
             return
@@ -365,8 +359,8 @@ class _OperationSearch(PlanSearch):
             return None
         self._ran_in_blocks.add(base.change)
         plan = base.change | block_checkpointing_policies(self._optimizer)[0]
-        relative = functools.partial(self._bases.relative, base.change, copies=base.copies)
-        made = self._runs.make(plan, relative, operations=True)
+        relative = functools.partial(self._bases.relative, base.change)
+        made = self._runs.make_for_time(plan, relative)
         if isinstance(made, ScriptEnd) or not self._runs.fits(made[1]):
             return None
         self._runs.models = made[0].models
@@ -374,13 +368,14 @@ class _OperationSearch(PlanSearch):
 
     def policies(self) -> tuple[PlanRun, ...]:
         """Run the policies that people use; those that the script or its model refuses are left out."""
-        if not self._step:
+        if self._plain.operations is None:
             return ()
-        runs = PlanRuns(self._script.run, self._budget, tune=self._allowed.allocator)
+        tune, written = self._allowed.allocator, self._runs.written
+        runs = PlanRuns(self._script.run, self._budget, tune=tune, written=written)
         unchanged = UNSHARDED if self._script.is_to_be_sharded(self._plain) else Change()
         for policy in block_checkpointing_policies(self._optimizer):
             plan = unchanged | policy
-            runs.make(plan, functools.partial(self._bases.relative, plan), operations=True)
+            runs.make_for_time(plan, functools.partial(self._bases.relative, plan))
         return tuple(runs.tried)
 
     def _no_plan(self, bases: list[CheckpointingBase]) -> ScriptPlan:
@@ -397,3 +392,9 @@ class _OperationSearch(PlanSearch):
     def _completed(self, answer: ScriptPlan) -> ScriptPlan:
         sent = bytes_sent_before_and_under(answer, self._script.ranks)
         return self._divisions.completed(replace(answer, in_loop=self._in_loop, sent=sent), self._ran)
+
+
+def _predicted(proposal: _Proposal) -> float:
+    """Return the time that is predicted for a proposal."""
+    base, choice = proposal
+    return base.bracket.time(choice)

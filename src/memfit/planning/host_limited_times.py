@@ -1,4 +1,4 @@
-"""The times of operations where the host limits a step: the GPU waits for Python.
+"""The times of operations that a solver compares where the host limits a step: the GPU waits for Python.
 
     tiny kernels        an operation takes what the host needs to issue it
     under a mode        one whose result may be kept takes the host several times as long
@@ -12,8 +12,6 @@ from memfit.analysis.trial_result import TrialResult
 from memfit.planning.run_changes_on_ghost import PlannedScript
 from memfit.records import Operation
 from memfit.timing.step_time import host_times_of_trace, step_time_of_trace
-
-RULE = "the host limits the step, so that an operation takes at least what it needs to issue one"
 
 
 def with_time_of_host(script: PlannedScript, plain: TrialResult) -> PlannedScript:
@@ -33,4 +31,4 @@ def with_time_of_host(script: PlannedScript, plain: TrialResult) -> PlannedScrip
         return max(own, issue) if own else 0.0
 
     host = host_times_of_trace(plain.trace).one
-    return replace(script, seconds=seconds, host=host, rule=f"{script.rule}; {RULE}")
+    return replace(script, seconds=seconds, host=host)

@@ -13,7 +13,16 @@ from memfit.planning.memory_floor import MemoryFloor
 from memfit.planning.module_checkpoint_options import bytes_of_storages
 from memfit.planning.run_changes_on_ghost import PlannedScript, PlanRuns, replayable_runs_of_ranks
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
-from memfit.records import Change, Figure, PlanRun, ScriptPlan, StepOperations, Term, traits_of_strategy
+from memfit.records import (
+    Change,
+    Figure,
+    HostUnits,
+    PlanRun,
+    ScriptPlan,
+    StepOperations,
+    Term,
+    traits_of_strategy,
+)
 from memfit.timing.step_time import step_time_of_trace
 from memfit.units import format_gib
 
@@ -51,13 +60,27 @@ class PlanSearch(ABC):
         self._written = replayable_runs_of_ranks(self._plain)
         self._target = self._budget - self._written[0].found.uncertainty
         """Bytes within which a plan is not tight."""
-        tune = self._allowed.allocator
-        self._runs = PlanRuns(self._script.run, self._target, tune=tune, compiled=self._compiled)
+        self._runs = PlanRuns(
+            self._script.run,
+            self._target,
+            tune=self._allowed.allocator,
+            compiled=self._compiled,
+            written=self._written[0].found.step_time,
+        )
+        if (host := self._limiting_host()) is not None and host.checkpointed_regions:
+            alone = self._script.run(Change(), "as written")
+            if isinstance(alone, TrialResult):
+                self._runs.written = step_time_of_trace(alone.trace) or self._runs.written
         self._optimizer = None if self._plain.operations is None else self._plain.operations.optimizer
         self._as_written: PlanRun | None = None
         self._best_so_far: PlanRun | None = None
         self._undivided = ""
         """As in ``ScriptPlan``."""
+
+    def _limiting_host(self) -> HostUnits | None:
+        """Return what the host does in a step as written, if that limits it."""
+        step, time = self._plain.trace.step, self._runs.written
+        return None if step is None or time is None or not time.is_bound_by_host else step.host
 
     def plan(self) -> ScriptPlan:
         """Return the fastest plan found, or why there is none."""
@@ -123,7 +146,9 @@ class PlanSearch(ABC):
             self._plain.operations,
             dry_run_of_trace(self._plain.trace),
         )
+        chosen = None if chosen is None else self._runs.made_by_loop(chosen)
         needs, bare, slowdown = as_written.needs, None, self._allowed.slowdown
+        bound, rule = self._least_time if bound is None else bound, self._script.rule
         if needs.bytes > self._budget:
             bare = memory_needed_without_convolution_workspaces(trace, found, trace.device, needs)
         too_slow = chosen if chosen is not None and chosen.time > slowdown else None
@@ -135,8 +160,8 @@ class PlanSearch(ABC):
             as_written=as_written,
             chosen=chosen,
             smallest=smallest,
-            bound=self._least_time if bound is None else bound,
-            rule=self._script.rule,
+            bound=bound if chosen is None else min(bound, chosen.time),
+            rule=f"a recorded step of each run, with {rule}" if self._runs.written else rule,
             tried=tuple(self._runs.tried),
             models=self._runs.models if in_model else (),
             optimizer=self._optimizer,
@@ -150,7 +175,7 @@ class PlanSearch(ABC):
             max_slowdown=slowdown if isfinite(slowdown) else None,
             too_slow=too_slow,
             dropped=tuple(self._runs.dropped),
-            step_time=step_time_of_trace(trace) if self._script.ranks == 1 else None,
+            step_time=self._runs.written,
             sharding_calls=self._plain.sharding_calls,
         )
         return self._completed(answer)

@@ -10,7 +10,7 @@ from memfit.analysis.trial_result import RunTrial, TrialResult
 from memfit.devices import Device
 from memfit.planning.module_checkpoint_options import FREE
 from memfit.planning.strategy_and_allocator_changes import expandable_segments_change
-from memfit.records import Change, HostUnits, Operation, Phase, PlanRun, ScriptEnd, StepOperations
+from memfit.records import Change, HostUnits, Operation, PlanRun, ScriptEnd, StepOperations, StepTime
 from memfit.timing.kernel_times import KernelTimes
 from memfit.timing.saved_kernel_factors import saved_kernel_factors
 
@@ -51,6 +51,7 @@ class PlanRuns:
         budget: bytes of the process within which a run fits.
         tune: whether runs that do not fit may get expandable segments.
         compiled: whether ``torch.compile`` compiles the script's code.
+        written: the time of a step of the script as written; None if it is not known.
     """
 
     def __init__(
@@ -60,7 +61,16 @@ class PlanRuns:
         *,
         tune: bool,
         compiled: bool = False,
+        written: StepTime | None = None,
     ) -> None:
+        self.written = written
+        """The time of a step with which those of the runs are compared."""
+        self.watched = written
+        """The same of a run whose operations were recorded: under the record, regions that a script
+        checkpoints itself seem to save more tensors, which take the host time."""
+        self.again = 0.0
+        """The time of running the model's forward on a batch again, relative to a step of the script as
+        written; 0 if the model returns its loss, so that nothing runs again in slices."""
         self._run_trial, self._tune, self._compiled = run_trial, tune, compiled
         self.budget = budget
         """Bytes of the process within which a run fits."""
@@ -113,25 +123,45 @@ class PlanRuns:
     def make(
         self, plan: Change, time: float | Callable[[TrialResult], float], *, operations: bool = False
     ) -> tuple[TrialResult, PlanRun] | ScriptEnd:
-        """Run a plan, and add what it needs to ``tried``.
+        """Run a plan, and add what it needs to ``tried``, with the time of its own step.
 
         Args:
             plan: the plan.
-            time: of a step, relative to the script as written, or what computes it from the result.
+            time: of a step, relative to the script as written, or what computes it from the result. It counts
+                where the time of the run's step is not known.
             operations: whether the operations of a step are recorded.
         """
         made = self.run(plan, operations=operations)
         if isinstance(made, ScriptEnd):
             return made
         result, run = made
-        done = self.needs(
-            [run, *map(replayable_run_of_trial, result.others)],
-            plan,
-            time(result) if callable(time) else time,
-        )
+        own, written = run.found.step_time, self.watched if operations else self.written
+        if own is not None and written is not None:
+            time = own.seconds / written.seconds + self.more_in_slices(plan)
+        elif callable(time):
+            time = time(result)
+        done = self.needs([run, *map(replayable_run_of_trial, result.others)], plan, time)
         done = replace(done, operations=result.counts)
         self.tried.append(done)
         return result, done
+
+    def make_for_time(
+        self, plan: Change, time: Callable[[TrialResult], float]
+    ) -> tuple[TrialResult, PlanRun] | ScriptEnd:
+        """Do what ``make`` does; operations are recorded if the time would not be known without them."""
+        return self.make(plan, time, operations=self.written is None)
+
+    def more_in_slices(self, plan: Change) -> float:
+        """Return the time that a plan takes if slices do what it leaves to the loop; that is 0 if nothing is.
+
+        A search counts it: it answers with slices.
+        """
+        return self.again * (plan.parts - 1) / plan.parts if is_made_by_loop(plan) else 0.0
+
+    def made_by_loop(self, run: PlanRun) -> PlanRun:
+        """Return a run with the time that it takes if the loop divides batches."""
+        more = self.more_in_slices(run.change)
+        return replace(run, time=run.time - more) if more else run
 
     def needs(
         self,
@@ -174,6 +204,11 @@ class PlanRuns:
             under.unlimited.peak_allocated if plan.allocator else run.found.peak_allocated,
             None if rank is None else rank.rank,
         )
+
+
+def is_made_by_loop(plan: Change) -> bool:
+    """Return whether a plan takes a change of the training loop, or slices instead."""
+    return plan.micro_batches is not None and plan.micro_batches.by_hand
 
 
 def _bytes(run: PlanRun) -> int:
@@ -250,18 +285,3 @@ def seconds_to_run_model_again(step: StepOperations, seconds: Callable[[Operatio
 def forward_and_backward_seconds(step: StepOperations, seconds: Callable[[Operation], float]) -> float:
     """Return the seconds of the forward and the backward of a step."""
     return sum(seconds(operation) for operation in (*step.forward, *step.backward))
-
-
-_PASSES = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.RECOMPUTE)
-
-
-def seconds_beside_passes(result: TrialResult, seconds: Callable[[Operation], float]) -> float:
-    """Return the seconds of a step outside of forward and backward: of the update, above all.
-
-    0 if the step was not recorded as a whole.
-    """
-    step, labels = result.trace.step, result.trace.labels
-    if step is None:
-        return 0.0
-    order = zip(step.order, step.labels, strict=True)
-    return sum(seconds(step.operations[at]) for at, label in order if labels[label].phase not in _PASSES)

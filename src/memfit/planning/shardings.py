@@ -12,7 +12,7 @@ sends less is tried first.
 Source: NCCL's performance notes (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from memfit.analysis.strategy_comparison import SHARDINGS, sharding_settings
@@ -30,8 +30,6 @@ UNSHARDED = _DDP
 """What a script for one GPU does on several as long as it fits."""
 _SAME_SUMS, _OTHER_SUMS = (_DDP, _ZERO1), (_FSDP2,)
 """Shardings under which each gradient is summed over the ranks as with DDP, and others."""
-_ROUND_TRIPS = 1.5
-"""Copies of offloaded shards in a forward and a backward: parameters to the GPU twice, gradients back."""
 
 
 def shardings_to_try(*, rounding: bool) -> tuple[Change, ...]:
@@ -76,17 +74,6 @@ def bytes_sent_before_and_under(plan: ScriptPlan, ranks: int) -> tuple[int, int]
     terms = plan.as_written.terms
     before, now = (bytes_sent_per_step(run, terms, ranks) for run in (plan.as_written, plan.chosen))
     return before, now
-
-
-def shard_copy_seconds(terms: tuple[Term, ...], copy: Callable[[int], float], ranks: int) -> float:
-    """Return the seconds in which a rank copies its shards from the host and to it, in a micro-batch.
-
-    Args:
-        terms: of a run with all parameters on the GPU.
-        copy: how long it takes to copy bytes to the host and back.
-        ranks: over which these are still to be shared.
-    """
-    return _ROUND_TRIPS * copy(_parameters(terms) // ranks)
 
 
 def _parameters(terms: tuple[Term, ...]) -> int:

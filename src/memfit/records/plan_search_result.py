@@ -26,7 +26,8 @@ class PlanRun:
     reserved: Figure
     """Those of them that PyTorch reserves."""
     time: float
-    """Of a step, relative to the script as written; infinite if it was not estimated."""
+    """Of its own step, relative to the script as written, as ``step_time`` is; where one of the two is not
+    known, as the operations predict. Infinite if it was not estimated."""
     place: ScriptLocation
     """Where most was allocated."""
     terms: tuple[Term, ...] = ()
@@ -116,7 +117,7 @@ class ScriptPlan(PrintableResult):
     ``as_written`` is the script with plain data parallelism."""
 
     step_time: StepTime | None = None
-    """How long a step takes as written; None if that is not known, as where several GPUs share it."""
+    """How long a step takes as written, of one rank; None if that is not known."""
     sharding_calls: tuple[ShardingCalls, ...] = ()
     """How the script as written shards itself, by calls whose options plans change."""
     in_loop: PlanRun | None = None

@@ -145,9 +145,9 @@ class KernelTimes:
 
     def seconds_at_full_rate(self, operation: Operation) -> float:
         """Return the seconds of an operation's arithmetic at the rate of the card's data sheet."""
-        return operation.flops / rate_of(self._device, self._work(operation).dtype)
+        return operation.flops / rate_of(self._device, self.work(operation).dtype)
 
-    def _work(self, operation: Operation) -> KernelWork:
+    def work(self, operation: Operation) -> KernelWork:
         """Return what an operation asks of this card, in the precision in which it computes."""
         work = work_of(operation)
         if work.kind.startswith(_CUDNN) and self._device.fast("tf32"):
@@ -157,7 +157,7 @@ class KernelTimes:
         return work
 
     def _time(self, operation: Operation) -> KernelTime:
-        work = self._work(operation)
+        work = self.work(operation)
         if work.over_link:
             return KernelTime(work.traffic / self._device.host_bandwidth, _HOST_SPREAD, Basis.DATA_SHEET)
         if work.kind in _OF_RECENT_RESULTS:

@@ -67,6 +67,7 @@ status ncclGetUniqueId(struct nccl_id *), ncclCommInitRank(void **, int, struct 
 status ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
 status ncclAllGather(const void *, void *, size_t, int, void *, void *);
 status ncclCommSplit(void *, int, int, void **, const void *);
+status ncclGroupStart(void), ncclGroupEnd(void);
 status ncclBroadcast(const void *, void *, size_t, int, int, void *, void *);
 status ncclSend(const void *, size_t, int, int, void *, void *),
     ncclRecv(void *, size_t, int, int, void *, void *);

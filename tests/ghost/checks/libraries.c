@@ -23,6 +23,25 @@ void collectives(void)
     cudaMemset(receive, 1, 64); /* another rank is taken to send what this one has */
     ncclBroadcast(send, receive, 64, INT8, 0, second_of_four, NULL);
     CHECK(read_back(receive, 64) && host[0] == 6);
+    cudaMemset(receive, 1, 64); /* so in a group of broadcasts by all ranks, in whatever order */
+    ncclGroupStart();
+    for (int root = 0; root < 4; root++)
+        ncclBroadcast(root == 1 ? send : receive + 16 * root, receive + 16 * root, 16, INT8, root,
+                      second_of_four, NULL);
+    CHECK(read_back(receive, 64) && host[0] == 1 && host[16] == 6);
+    ncclGroupEnd();
+    for (int root = 0; root < 4; root++)
+        CHECK(read_back(receive + 16 * root, 16) && host[0] == 6 && host[15] == 6);
+    cudaMemset(receive, 1, 64); /* but not where this rank sends two of that size, nor in the next group */
+    ncclGroupStart();
+    ncclBroadcast(send, receive, 16, INT8, 1, second_of_four, NULL);
+    ncclBroadcast(send + 16, receive + 16, 16, INT8, 1, second_of_four, NULL);
+    ncclBroadcast(receive + 32, receive + 32, 16, INT8, 0, second_of_four, NULL);
+    ncclGroupEnd();
+    ncclGroupStart();
+    ncclBroadcast(receive + 48, receive + 48, 16, INT8, 0, second_of_four, NULL);
+    ncclGroupEnd();
+    CHECK(read_back(receive, 64) && host[0] == 6 && host[32] == 1 && host[48] == 1);
     ncclCommDestroy(alone), ncclCommDestroy(second_of_four), cudaFree(send), cudaFree(receive);
 }
 

@@ -246,6 +246,8 @@ def _tight(result: ScriptPlan, chosen: PlanRun) -> str:
 
 def _ranks(result: ScriptPlan) -> Iterator[str]:
     """Say what the figures are of."""
+    if any(run.change.updates_on_host for run in result.tried):
+        yield "\nWhere shards wait on the host, times leave out the updates, which run there."
     if result.sharded:
         yield "\nThe figures are of the rank that needs most. The ranks share each batch of the script's."
         return
@@ -284,10 +286,8 @@ def _chosen(result: ScriptPlan, chosen: PlanRun, file: Path | None) -> Iterator[
     if result.sent is not None:
         before, now = map(format_gib, result.sent)
         against = "" if chosen is result.as_written else f", with DDP {before}"
-        yield (
-            f"That leaves out what GPUs send each other: about {now} from each in a step{against} (assumed: "
-            "rings of NCCL, and no overlap)."
-        )
+        left_out = "; the time leaves that out" * (result.step_time is None)
+        yield f"Each GPU sends about {now} a step{against} (assumed: rings of NCCL{left_out})."
     yield from _how_to_train(result, chosen, file)
 
 
@@ -302,7 +302,8 @@ def _times(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
     if chosen.time > 1 or chosen.change.plan:
         kind = "of this kind" + " that is not tight" * (result.uncertainty > 0 and not result.is_tight)
         bound = f"; no plan {kind} takes less than {result.bound:.3f}" if result.bound else ""
-        yield f"Time: {chosen.time:.3f} times the script as written{bound} (assumed: {result.rule})."
+        than = "DDP" if result.sharded else "the script as written"
+        yield f"Time: {chosen.time:.3f} times {than}{bound} (assumed: {result.rule})."
     if result.in_loop is not None and result.in_loop.time < chosen.time:
         changes = plan_changes_in_words(result.in_loop)
         rest = f": {changes}. Change the loop, and plan again for the rest" if "," in changes else ""

@@ -2,6 +2,7 @@
 #include "libraries/nccl.h"
 #include "cuda/stream_marks.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 /* Source: nccl.h, ncclDataType_t, from ncclInt8 to ncclFloat8e5m2. */
@@ -133,6 +134,51 @@ API status ncclReduceScatter(const void *send, void *receive, size_t receive_cou
     return reduce(send, receive, bytes_of(receive_count, type), operation, communicator, stream);
 }
 
+/* A group in which each rank broadcasts is an all-gather, as PyTorch 2.15 makes it of lists: what a root that does not
+ * exist sends is taken to be what this rank sends in the group, unless it sends several of that size. */
+struct broadcast {
+    struct broadcast *next;
+    const void *from; /* of this rank; else NULL */
+    void *to;
+    uint64_t bytes;
+};
+static _Thread_local struct broadcast *grouped;
+
+static void keep_for_group(const void *from, void *to, uint64_t bytes)
+{
+    struct broadcast *kept = malloc(sizeof *kept);
+    if (kept == NULL)
+        return;
+    *kept = (struct broadcast){grouped, from, to, bytes};
+    grouped = kept;
+}
+
+static const struct broadcast *only_own_broadcast(uint64_t bytes)
+{
+    const struct broadcast *found = NULL;
+    for (const struct broadcast *each = grouped; each; each = each->next)
+        if (each->from && each->bytes == bytes) {
+            if (found)
+                return NULL;
+            found = each;
+        }
+    return found;
+}
+
+static void end_broadcasts(void)
+{
+    for (const struct broadcast *each = grouped; each; each = each->next) {
+        const struct broadcast *own = each->from ? NULL : only_own_broadcast(each->bytes);
+        if (own)
+            copy_on_device((uint64_t)each->to, (uint64_t)own->from, each->bytes);
+    }
+    while (grouped) {
+        struct broadcast *next = grouped->next;
+        free(grouped);
+        grouped = next;
+    }
+}
+
 API status ncclBroadcast(const void *send, void *receive, size_t count, int type, int root,
                          struct communicator *communicator, void *stream)
 {
@@ -149,6 +195,8 @@ API status ncclBroadcast(const void *send, void *receive, size_t count, int type
         exchange_end(&received);
         return SUCCESS;
     }
+    if (groups && !ranks_exist() && !alone(communicator) && bytes <= LONGEST_REMEMBERED)
+        keep_for_group(is_root ? send : NULL, receive, bytes);
     bool exact = is_root || !ranks_exist(); /* a root that does not exist sends what this rank has */
     return move(receive, send, bytes, exact, stream);
 }
@@ -238,12 +286,14 @@ API status ncclRecv(void *receive, size_t count, int type, int peer, struct comm
     return SUCCESS;
 }
 
-/* A group writes nothing that its calls have not: what they received is still on record. */
+/* A group writes nothing else than its calls: what they received is still on record. */
 ENTRY(ncclGroupStart(void), groups++)
 
 API status ncclGroupEnd(void)
 {
-    if (groups > 0 && --groups == 0)
+    if (groups > 0 && --groups == 0) {
+        end_broadcasts();
         mark("launch");
+    }
     return SUCCESS;
 }
