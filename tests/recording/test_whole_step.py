@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memfit.analysis.dry_run_result import dry_run_of_trace
-from memfit.records import Change, Phase
+from memfit.records import DRIVER, EVERY_STREAM, NO_STREAM, Change, Phase
 from memfit.run.options import RunOptions
 from memfit.trace.trace_file import read_trace
 from memfit.trials.trial_run import trial_runner
@@ -148,20 +148,21 @@ def test_the_host_waits_where_the_script_reads_a_number(dry_run, tmp_path):
     ],
 )
 def test_the_host_waits_where_the_script_synchronises(dry_run, tmp_path, waits, names):
-    step, _ = step_of(dry_run, tmp_path, LOOP.replace("optimizer.zero_grad()", waits))
+    step, _ = step_of(dry_run, tmp_path, LOOP.replace("optimizer.step()", f"{waits}; optimizer.step()"))
     found = [(place, step.operations[number]) for place, number in enumerate(step.order)]
     assert [each.name for _, each in found if each.waits] == names
     ((place, wait),) = [(place, each) for place, each in found if each.waits]
     assert (wait.stream, [before for after, before in step.after if after == place]) in (
         (EVERY_STREAM, []),
         (0, []),
-        (NO_STREAM, [place - 1]),  # the update, which the event follows
+        (NO_STREAM, [place - 1]),
     )
     assert step.host.operations == len(step.order) - 1
 
 
 def test_memory_that_each_step_asks_of_the_driver_takes_time_and_a_growing_cache_does_not(dry_run, tmp_path):
-    emptied, _ = step_of(dry_run, tmp_path, LOOP.replace("optimizer.zero_grad()", "torch.cuda.empty_cache()"))
+    large = "large = torch.ones(1 << 24, device='cuda'); del large; torch.cuda.empty_cache()"
+    emptied, _ = step_of(dry_run, tmp_path, LOOP.replace("optimizer.zero_grad()", large))
     names = Counter(emptied.operations[number].name for number in emptied.order)
     assert 0 < names["cuda.malloc"] <= names["cuda.free"]
     grown = "kept = globals().setdefault('kept', []); kept.append(torch.ones(1 << 24, device='cuda'))"

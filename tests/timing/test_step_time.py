@@ -94,10 +94,12 @@ def test_a_replay_of_a_cuda_graph_issues_all_of_its_kernels_at_once():
 def test_calls_of_the_driver_cost_the_host_and_some_wait_for_every_stream():
     kernels = [replace(product("float16"), stream=stream) for stream in (0, 1)]
     fields = -1, -1, (), (), (), 0, 0, "", False, 0.0, 0
-    free = Operation("cuda.free", *fields, stream=EVERY_STREAM, waits=True)
-    malloc = Operation("cuda.malloc", *fields, stream=NO_STREAM)
+    wait = Operation("cuda.synchronize", *fields, stream=EVERY_STREAM, waits=True)
+    free, malloc = (Operation(name, *fields, stream=NO_STREAM) for name in ("cuda.free", "cuda.malloc"))
     plain = step_of(*((each, FORWARD) for each in kernels))
-    driven = step_of((malloc, FORWARD), *((each, FORWARD) for each in kernels), (free, BACKWARD))
+    driven = step_of(
+        (malloc, FORWARD), *((each, FORWARD) for each in kernels), (wait, BACKWARD), (free, BACKWARD)
+    )
     again = time_of(driven).seconds - time_of(plain).seconds
     calls = SecondsPerDriverCall()
     assert again == pytest.approx(calls.malloc + calls.free)  # the GPU idles meanwhile

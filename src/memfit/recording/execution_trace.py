@@ -66,6 +66,8 @@ class TraceNode(msgspec.Struct):
     inputs: _Values
     outputs: _Values
     attrs: list[_Attribute]
+    waits: bool = False
+    """Whether the host waited in it, as a mark inside of it says."""
 
     def attribute(self, name: str) -> Any:
         """Return an attribute; None if there is none of this name."""
@@ -98,6 +100,8 @@ def read_execution_trace(written: bytes, marks: str, inner: str) -> tuple[list[T
 
     def take_marks(node: TraceNode) -> list[TraceNode]:
         marks = [each for each in _all_inside(node, inside) if each.name.startswith(inner)]
+        node.waits = any(each.name.startswith(f"{inner}synchronize") for each in marks)
+        marks = [each for each in marks if not each.name.startswith(f"{inner}synchronize")]
         found.extend((mark.id, mark) for mark in marks)
         return marks
 
@@ -131,7 +135,6 @@ def operation_of_node(node: TraceNode) -> Operation:
     schema = str(node.attribute("op_schema") or node.name)
     name = schema.partition("(")[0].replace("::", ".")
     operands, results = tuple(_operands(node.inputs)), tuple(_operands(node.outputs))
-    waits = _waits(name, node)
     return Operation(
         name=name if name.count(".") > 1 else f"{name}.default",
         call=-1,
@@ -149,7 +152,7 @@ def operation_of_node(node: TraceNode) -> Operation:
         results=results,
         is_causal=_is_causal(schema, node),
         launches=1,
-        waits=waits,
+        waits=node.waits or _waits(name, node),
     )
 
 

@@ -66,7 +66,12 @@ class StepStreams:
             return _launched(self._calls.pop(thread, []))
         if kind in {"malloc", "map"}:
             return [_call_of_driver(kind, NO_STREAM)]
-        if kind in {"free", "unmap", "synchronize"}:
+        if kind in {"free", "unmap"}:
+            return [
+                _call_of_driver("synchronize", EVERY_STREAM, waits=True),
+                _call_of_driver(kind, NO_STREAM),
+            ]
+        if kind == "synchronize":
             return [_call_of_driver(kind, EVERY_STREAM, waits=True)]
         if kind == "synchronize_event":
             self._wait(NO_STREAM, self._events.get(values[0], {}))
