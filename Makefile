@@ -37,7 +37,7 @@ test-versions: $(READY)  # over an hour, with the environments; make test-versio
 	$(BIN)/python benchmarks/torch_versions.py $(VERSIONS)
 
 test-oldest: $(READY)  # what of that is likeliest to break first, with the oldest version
-	$(BIN)/python benchmarks/torch_versions.py --training --equality --strategies $(firstword $(VERSIONS))
+	$(BIN)/python benchmarks/torch_versions.py --training --equality --ranks --strategies $(firstword $(VERSIONS))
 
 browser: $(PAGES)  # the report's pages in Chromium (on Debian: apt-get install chromium); make test skips them otherwise
 	$(BIN)/pytest tests/report/test_html_browser.py tests/report/test_html_views.py

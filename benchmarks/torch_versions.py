@@ -32,6 +32,7 @@ CHECKS: dict[str, Callable[[str], Outcome]] = {
     "training": programs.training,
     "plans": plans.plans,
     "equality": programs.equality,
+    "ranks": suites.ranks,
     "tests": suites.tests,
     "arena": suites.arena,
     "trainers": suites.trainers,

@@ -93,3 +93,14 @@ def test_a_rank_of_eight_runs_on_the_ghost(script, tmp_path):
     bounds = answer["range"] or {name: {"least": answer["peak"][name]} for name in own}
     assert {name: f"{bounds[name]['least']:,}" for name in own} == own != {}  # printed by the early run
     assert {row["name"]: row["bytes"] for row in answer["terms"]}["NCCL"] > 0
+
+
+@pytest.mark.slow
+def test_a_rank_of_memfit_s_engine_runs_on_the_ghost(tmp_path):
+    """Its ranks agree in a group of Gloo's beside NCCL's."""
+    options = ("--nproc", "8", "--json", "answer.json")
+    done = warm_process.memfit("dry-run", *options, EXAMPLES / "digits.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert (answer["verdict"], answer["steps"]) == ("fits", 3)
+    assert answer["step_time"]["communication"]["ranks"] == 8

@@ -241,6 +241,15 @@ class GhostRuntime:
             self._library.ghost_pause_marks(0)
 
     @contextmanager
+    def splitting(self, ranks: int, rank: int) -> Iterator[None]:
+        """Give the communicators that NCCL splits off so many ranks, of which this process is one."""
+        self._library.ghost_expect_split(ranks, rank)
+        try:
+            yield
+        finally:
+            self._library.ghost_expect_split(0, 0)
+
+    @contextmanager
     def answering_counts(self, count: int) -> Iterator[None]:
         """Answer this thread's device-to-host copies of at most 8 bytes with a count; an inner one wins."""
         outer: int | None = getattr(self._thread, "count", None)

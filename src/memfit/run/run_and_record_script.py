@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -190,9 +189,9 @@ class ScriptProcess:
             self._others.meet(self._backend.joined)
             self._backend.exchange_with(self._others)
         elif self._settings.options.rank.world_size > 1 and self._backend.ghost is not None:
-            rank, launches = self._settings.options.rank, partial(self._backend.ghost.counter, "launches")
+            rank = self._settings.options.rank
             exchange = ExchangedObjects(self._folders, rank.rank, self._refuse_group)
-            join_groups_with_absent_ranks(self._join, exchange, rank.first_of_machines, launches)
+            join_groups_with_absent_ranks(self._join, exchange, rank.first_of_machines, self._backend.ghost)
             self._backend.exchange_with(exchange)
         else:
             refuse_process_groups(self._refuse_group, in_script=self._is_the_script)

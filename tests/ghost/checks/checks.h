@@ -66,7 +66,9 @@ status ncclGetUniqueId(struct nccl_id *), ncclCommInitRank(void **, int, struct 
     ncclCommDestroy(void *);
 status ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
 status ncclAllGather(const void *, void *, size_t, int, void *, void *);
-status ncclCommSplit(void *, int, int, void **, const void *);
+status ncclCommSplit(void *, int, int, void **, const void *), ncclCommCount(const void *, int *),
+    ncclCommUserRank(const void *, int *);
+void ghost_expect_split(int, int);
 status ncclGroupStart(void), ncclGroupEnd(void);
 status ncclBroadcast(const void *, void *, size_t, int, int, void *, void *);
 status ncclSend(const void *, size_t, int, int, void *, void *),

@@ -42,6 +42,18 @@ void collectives(void)
     ncclBroadcast(receive + 48, receive + 48, 16, INT8, 0, second_of_four, NULL);
     ncclGroupEnd();
     CHECK(read_back(receive, 64) && host[0] == 6 && host[32] == 1 && host[48] == 1);
+    void *half;
+    int ranks, rank;
+    ghost_expect_split(2, 1);
+    CHECK(ncclCommSplit(second_of_four, 7, 1, &half, NULL) == SUCCESS);
+    CHECK(ncclCommCount(half, &ranks) == SUCCESS && ranks == 2);
+    CHECK(ncclCommUserRank(half, &rank) == SUCCESS && rank == 1);
+    ncclCommDestroy(half), ghost_expect_split(0, 0);
+    CHECK(ncclCommSplit(second_of_four, -1, 1, &half, NULL) == SUCCESS && !half);
+    CHECK(ncclCommSplit(second_of_four, 7, 1, &half, NULL) == SUCCESS);
+    CHECK(ncclCommCount(half, &ranks) == SUCCESS &&
+          ranks == 4); /* nobody has said how many choose the color */
+    ncclCommDestroy(half);
     ncclCommDestroy(alone), ncclCommDestroy(second_of_four), cudaFree(send), cudaFree(receive);
 }
 

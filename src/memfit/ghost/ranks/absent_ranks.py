@@ -13,7 +13,8 @@ that only another rank has, memfit runs that rank, too (``object_exchange_files.
 """
 
 import os
-from collections.abc import Callable
+from abc import ABC
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -22,6 +23,7 @@ from memfit.ghost.ranks.files_of_other_ranks import FilesOfOtherRanks
 from memfit.ghost.ranks.join_and_pipeline_agreements import assume_ranks_agree_with_this_one
 from memfit.ghost.ranks.object_exchange_files import ExchangedObjects
 from memfit.ghost.ranks.wrap_group_creation import exchange_objects_on_cpu, wrap_group_creation
+from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.patching.patches import Patch
 
 _EXCHANGES = Patch(
@@ -46,6 +48,15 @@ _SHARDS = Patch(
     why="accept a checkpoint that holds the shards of one rank",
 )
 
+_GLOO = Patch(
+    "torch.distributed.distributed_c10d", "ProcessGroupGloo", why="answer for ranks that do not exist"
+)
+_SPLITS = Patch(
+    "torch.distributed.distributed_c10d:ProcessGroup",
+    "split_group",
+    why="say how many ranks the new group has",
+)
+
 VARIABLES = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """The watchdogs would miss the other ranks."""
 
@@ -54,7 +65,7 @@ def join_groups_with_absent_ranks(
     join: Callable[[int, int], object],
     objects: ExchangedObjects,
     writers: tuple[int, ...],
-    work: Callable[[], int],
+    ghost: GhostRuntime,
 ) -> None:
     """Have every process group of the script be joined by ranks that do not exist.
 
@@ -64,7 +75,7 @@ def join_groups_with_absent_ranks(
         join: called with its rank and the number of ranks before this process joins the default group.
         objects: those that this rank sends to others, and that others send to it.
         writers: the ranks that may write files for this one.
-        work: returns a number that grows whenever the script gives the GPU work.
+        ghost: counts what the script gives the GPU.
     """
     from torch._C._distributed_c10d import FakeProcessGroup
     from torch.distributed import distributed_c10d
@@ -81,7 +92,15 @@ def join_groups_with_absent_ranks(
     FilesOfOtherRanks(objects, writers).install()
     plugins = distributed_c10d.Backend._plugins
     plugins["GLOO"] = plugins["FAKE"]
-    waits = EndlessWaitDetector(objects.refuse, work)
+
+    class AbsentGloo(ABC):  # noqa: B024 - PyTorch asks whether a fake group is an instance
+        def __new__(cls, _store: Any, rank: int, size: int, **_: Any) -> Any:
+            return FakeProcessGroup._create_internal(rank, size)
+
+    AbsentGloo.register(FakeProcessGroup)
+    _GLOO.install("ProcessGroupGloo", lambda _: AbsentGloo)  # until PyTorch 2.13, it is no plugin
+    FakeProcessGroup._set_sequence_number_for_group = lambda _: None  # type: ignore[assignment,method-assign]
+    waits = EndlessWaitDetector(objects.refuse, partial(ghost.counter, "launches"))
     store_of = cache(partial(AnsweringStore, waits=waits))
 
     def rendezvous(_find_peers: Any, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Any:
@@ -106,10 +125,19 @@ def join_groups_with_absent_ranks(
     ) -> Any:
         if not ranks:  # the default group, perhaps with a store of the script's own
             join(group_rank, group_size)
-        made = make_group(group_size, group_rank, ranks, backend, store_of(group_size), *args, **more)
+        with ghost.splitting(group_size, group_rank):
+            made = make_group(group_size, group_rank, ranks, backend, store_of(group_size), *args, **more)
         exchange_objects_on_cpu(made, fake)
         return made
 
+    def split(
+        original: Callable[..., Any], parent: Any, ranks: Sequence[int], *args: Any, **more: Any
+    ) -> Any:
+        own = parent.rank()
+        with ghost.splitting(len(ranks), ranks.index(own) if own in ranks else 0):
+            return original(parent, ranks, *args, **more)
+
+    _SPLITS.wrap("split_group", split)
     for name, exchange in object_collective_wrappers(objects).items():
         _EXCHANGES.wrap(name, exchange)
     _EXCHANGES.install("monitored_barrier", lambda _: distributed_c10d.barrier)  # the fake backend has none
@@ -136,6 +164,9 @@ def _plan_alone(
     prepare(wrapper, group, use_dist=False, coordinator_rank=coordinator_rank)
 
 
-def _accept_a_part(_validate: Callable[..., Any], *_: object, **_named: object) -> list[Any]:
+def _accept_a_part(validate: Callable[..., Any], *_: object, **_named: object) -> list[Any] | bool:
     """Find no error in a checkpoint that holds this rank's shards only, nor in its plan."""
-    return []
+    errors: list[Any] = []
+    return (
+        validate.__annotations__["return"] in {bool, "bool"} or errors
+    )  # until PyTorch 2.11, whether it is valid

@@ -116,7 +116,12 @@ static bool is_before(const struct split *one, int one_rank, const struct split 
     return one->key < other->key || (one->key == other->key && one_rank < other_rank);
 }
 
-/* Only the other ranks know which of them chose this color: assumed to be all, if they do not exist. */
+static int split_ranks, split_rank; /* 0 ranks if Python has not said */
+
+API void ghost_expect_split(int ranks, int rank) { split_ranks = ranks, split_rank = rank; }
+
+/* Only the other ranks know which of them chose this color. If they do not exist, PyTorch may have said how many
+ * the group has; else they are assumed to be all. */
 API status ncclCommSplit(struct communicator *parent, int color, int key, struct communicator **communicator,
                          const struct config *config)
 {
@@ -136,7 +141,9 @@ API status ncclCommSplit(struct communicator *parent, int color, int key, struct
             rank += other.color == color && is_before(&other, each, &own, parent->rank);
         }
         exchange_end(&received);
-    } else if (color != NO_COLOR)
+    } else if (split_ranks)
+        ranks = split_ranks, rank = split_rank;
+    else if (color != NO_COLOR)
         ghost_assumed("ncclCommSplit");
     if (color == NO_COLOR)
         return SUCCESS;
