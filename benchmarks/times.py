@@ -2,8 +2,9 @@
 
     python benchmarks/times.py [--rows REGEX] [--without-own] [--peer] [--traces FOLDER] [--json FILE]
 
-benchmarks/times.toml holds the rows, their sources and what they assume. Each distinct script runs once under
-`memfit dry-run`, for its card; --traces keeps what the ghost recorded, so that a later call only predicts.
+benchmarks/times.toml holds the rows, their sources and what they assume; blind rows are reported apart. Each
+distinct script runs once under `memfit dry-run`, for its card; --traces keeps what the ghost records, so that
+a later call only predicts.
 --peer runs it again under PyTorch's RuntimeEstimator, for the cards of its table of data sheets.
 Exits with 1 when a script fails, or its peak differs from its author's by more than times.toml allows.
 """
@@ -53,6 +54,7 @@ class TimedRow:
     plan: str = ""
     allocated: int | None = None
     within: float = 0.05
+    blind: str = ""
     pair: tuple[str, ...] = ()
 
     @property
@@ -64,8 +66,9 @@ class TimedRow:
 
     @property
     def cards(self) -> str:
-        """The card, and how many of them."""
-        return f"{self.ranks} x {self.card}" if self.ranks > 1 else self.card
+        """The card, how many of them, and whether the row is blind."""
+        cards = f"{self.ranks} x {self.card}" if self.ranks > 1 else self.card
+        return f"{cards}, blind" if self.blind else cards
 
     @property
     def job(self) -> tuple[str, ...]:
@@ -241,7 +244,8 @@ def summary(results: Sequence[TimedResult]) -> list[tuple[str, ...]]:
     every: defaultdict[str, list[TimedResult]] = defaultdict(list)
     for result in results:
         by_card[result.row.cards].append(result)
-        every["all" if result.row.ranks == 1 else "all, several cards"].append(result)
+        several = ", several cards" if result.row.ranks > 1 else ""
+        every[f"all{several}{', blind' if result.row.blind else ''}"].append(result)
     lines = []
     for card, found in {**by_card, **every}.items():
         errors = sorted(abs(result.error) for result in found)
@@ -281,6 +285,7 @@ def markdown(results: Sequence[TimedResult], sources: Iterable[Mapping[str, Any]
     used = {result.row.source for result in results}
     cited = [
         f"- {source['name']}: {source['cite']}. Assumed: {source['assumed']}."
+        + (f" Blind: first predicted on {source['blind']}." if "blind" in source else "")
         for source in sources
         if source["name"] in used
     ]

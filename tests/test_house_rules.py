@@ -12,6 +12,7 @@ MAX_LINES = 400
 MAX_BYTES = 1 << 20
 LONGER = {
     "benchmarks/accuracy/rows.toml": "a table: one entry for each published measurement",
+    "benchmarks/times.toml": "a table: one entry for each published step time",
     "src/memfit/devices.toml": "a table: one entry for each GPU, every figure with its source",
 }
 ENDINGS = {".c", ".css", ".h", ".html", ".js", ".py", ".toml"}

@@ -75,6 +75,13 @@ def test_errors_intervals_and_ratios(times):
         *("all", "2", "15.0%", "20.0%", "50.0%", "+5.0%"),
         "50.0%",
     )
+    blind = replace(long, row=replace(first, blind="2026-11-30"))
+    assert [line[0] for line in times.summary([near, blind])] == [
+        "H100-80GB",
+        "H100-80GB, blind",
+        "all",
+        "all, blind",
+    ]
 
 
 def test_a_row_under_a_plan_runs_under_it_and_peers_are_judged_on_their_own_rows(times):

@@ -1,24 +1,54 @@
 """Run forwards and backwards of language models in float32 with eager attention and dropout.
 
-The author timed the model's forward and the backward, and not the loss. Gradients add up from step to step:
-the optimizer has one small parameter, and only marks where a step ends.
+NeuSight's author timed the model's forward and the backward, and not the loss. Gradients add up from step to
+step: the optimizer has one small parameter, and only marks where a step ends. With ``--half``, as Hugging Face
+timed its attention: weights in float16, the sum of the logits as loss, gradients cleared in each step, and the
+results of the last step alive. OPT's attention then is that of transformers 4.45, which copies its inputs.
 """
 
 import argparse
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoModelForPreTraining, BertConfig, GPT2Config, OPTConfig
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForPreTraining,
+    BertConfig,
+    GPT2Config,
+    OPTConfig,
+)
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 CONFIGS = {
+    "bert-base": BertConfig(),
     "bert-large": BertConfig(
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
     ),
     "gpt2-large": GPT2Config(n_embd=1280, n_layer=36, n_head=20),
     "gpt3-xl": GPT2Config(n_embd=3072, n_layer=24, n_head=24, n_positions=2048),
     "gpt3-2.7b": GPT2Config(n_embd=2560, n_layer=32, n_head=32, n_positions=2048),
+    "opt-350m": OPTConfig(
+        hidden_size=1024,
+        ffn_dim=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        word_embed_proj_dim=512,
+        do_layer_norm_before=False,
+    ),
     "opt-1.3b": OPTConfig(hidden_size=2048, ffn_dim=8192, num_hidden_layers=24, num_attention_heads=32),
 }
+
+
+def attention_of_2024(module, query, key, value, mask, scaling, dropout, **options):
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if mask is None:
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return found.transpose(1, 2).contiguous(), None
+    scores = query @ key.transpose(-1, -2) + mask
+    least = torch.tensor(torch.finfo(scores.dtype).min, device=scores.device)
+    weights = F.softmax(torch.max(scores, least), dim=-1, dtype=torch.float32).to(query.dtype)
+    return (F.dropout(weights, dropout) @ value).transpose(1, 2), weights
 
 
 def main():
@@ -26,23 +56,38 @@ def main():
     parser.add_argument("model", choices=CONFIGS)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--half", action="store_true", help="as Hugging Face timed it")
+    parser.add_argument("--attention", choices=["eager", "sdpa"], default="eager")
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
 
     torch.backends.cudnn.allow_tf32 = False
     config = CONFIGS[args.model]
     kind = AutoModelForPreTraining if args.model == "bert-large" else AutoModelForCausalLM
+    attention = args.attention
+    if args.half and args.model == "opt-350m":
+        mask = eager_mask if attention == "eager" else lambda *args, **options: None
+        attention = "of_2024"
+        AttentionInterface.register(attention, attention_of_2024)
+        AttentionMaskInterface.register(attention, mask)
     with torch.device("cuda"):
-        model = kind.from_config(config, attn_implementation="eager").train()
+        model = kind.from_config(config, attn_implementation=attention).train()
+    if args.half:
+        model.half()
     marks = torch.optim.SGD([next(weight for weight in model.parameters() if weight.dim() == 1)], lr=1e-6)
     tokens = torch.ones(args.batch_size, args.sequence, dtype=torch.int64, device="cuda")
 
     options = {} if args.model == "bert-large" else {"use_cache": False}
     for _ in range(args.steps):
+        if args.half:
+            model.zero_grad()
         result = model(tokens, **options)
         logits = result["prediction_logits" if args.model == "bert-large" else "logits"]
-        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), tokens.view(-1))
-        del result, logits
+        if args.half:
+            loss = logits.sum()
+        else:
+            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), tokens.view(-1))
+            del result, logits
         loss.backward()
         marks.step()
 

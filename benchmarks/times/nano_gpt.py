@@ -1,6 +1,7 @@
 """Train a GPT in nanoGPT's style: autocast to bfloat16, AdamW in two groups, compiled or not."""
 
 import argparse
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +18,20 @@ class Block(nn.Module):
         self.out = nn.Linear(width, width, bias=args.bias)
         self.up = nn.Linear(width, 4 * width, bias=args.bias)
         self.down = nn.Linear(4 * width, width, bias=args.bias)
+        self.plain = args.attention == "plain"
+        if self.plain:
+            self.register_buffer("mask", torch.ones(args.context, args.context).tril())
 
     def attention(self, x):
         batch, length, width = x.shape
         parts = self.qkv(x).split(width, dim=2)
         q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
         drop = self.drop if self.training else 0
-        found = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
+        if self.plain:
+            scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+            found = scores.masked_fill(self.mask[:length, :length] == 0, -torch.inf).softmax(-1) @ v
+        else:
+            found = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
         return self.dropout(self.out(found.transpose(1, 2).contiguous().view(batch, length, width)))
 
     def forward(self, x):
@@ -64,13 +72,20 @@ def main():
     parser.add_argument("--bias", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--bfloat16", action="store_true", help="weights in bfloat16")
+    parser.add_argument("--precision", choices=["autocast", "tf32", "float32"], default="autocast")
+    parser.add_argument("--attention", choices=["fastest", "efficient", "math", "plain"], default="fastest")
     parser.add_argument("--fused", action="store_true", help="AdamW in one kernel")
     parser.add_argument("--clip", action="store_true", help="the norm of the gradients")
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
 
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = args.precision != "float32"
     torch.backends.cudnn.allow_tf32 = True
+    if args.attention in ("efficient", "math"):
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(args.attention == "efficient")
+    autocast = args.precision == "autocast"
     model = GPT(args).to("cuda", torch.bfloat16 if args.bfloat16 else torch.float32)
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
     vectors = [weight for weight in model.parameters() if weight.dim() < 2]
@@ -83,7 +98,7 @@ def main():
             text = torch.randint(args.vocabulary - 50, (args.batch_size, args.context + 1))
             tokens = text[:, :-1].contiguous().pin_memory().to("cuda", non_blocking=True)
             targets = text[:, 1:].contiguous().pin_memory().to("cuda", non_blocking=True)
-            with torch.autocast("cuda", torch.bfloat16):
+            with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
                 loss = step(tokens, targets) / args.accumulation
             loss.backward()
         if args.clip:
