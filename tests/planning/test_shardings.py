@@ -14,7 +14,7 @@ from memfit.planning.shardings import bytes_sent_per_step, with_unsharded_module
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
 from memfit.records import Change, DividedBatches, Figure, Provenance, ScriptEnd, ShardingCalls, Term
 from memfit.report.terminal.script_plan import print_plan
-from support.planned_script import MIB, OUTSIDE, Script, copy, needing, work
+from support.planned_script import MIB, OUTSIDE, Script, copy, needing, timed, work
 
 RANKS = 4
 NEEDS = {"ddp": 1.2, "zero1": 1.1, "fsdp2": 1.0, "offloaded": 0.9}
@@ -95,6 +95,23 @@ def test_what_is_recomputed_is_named_as_in_the_script():
     assert not any(name.startswith("module") for name in names)
     assert found.chosen.needs.bytes <= found.budget
     assert found.chosen.equality == "up to rounding"
+
+
+def test_shardings_take_what_their_steps_take_beside_that_of_plain_data_parallelism():
+    script, products = ShardedScript(), {"ddp": 40, "zero1": 44, "fsdp2": 60}
+
+    def run(change, what):
+        result = script(change, what)
+        count = products[change.plan["sharding"]["mode"]] if change.strategies else 100
+        return replace(result, trace=timed(result.trace, count))
+
+    found = find_plan(
+        PlannedScript(run, work, copy, "a rule", RANKS), int(1.05 * script.plain) * MIB + OUTSIDE
+    )
+    assert [round(each.time, 6) for each in (found.as_written, *found.tried)] == [1.0, 1.1, 1.5]
+    assert "Time: 1.500 times DDP" in printed(found)
+    assert "rings of NCCL)." in printed(found)
+    assert found.seconds == pytest.approx(1.5 * found.step_time.seconds)
 
 
 def test_shards_are_offloaded_only_if_nothing_else_is_enough():

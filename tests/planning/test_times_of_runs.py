@@ -5,25 +5,9 @@ from dataclasses import replace
 import pytest
 
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
-from memfit.records import (
-    EventLabel,
-    Operand,
-    Operation,
-    Phase,
-    ScriptEnd,
-    WholeStep,
-)
-from support.planned_script import MIB, OUTSIDE, Script, find, planned
+from memfit.records import Change, HostUnits, ScriptEnd
+from support.planned_script import MIB, OUTSIDE, Script, find, planned, timed
 
-SIZE = 4096
-SQUARE = Operand((SIZE, SIZE), "float32")
-PRODUCT = Operation(
-    *("aten.mm.default", -1, -1, (), (), (), 2 * SIZE**3, 0, "float32", False, 0.0, 0),
-    operands=(SQUARE, SQUARE),
-    results=(SQUARE,),
-    launches=1,
-)
-LABELS = (EventLabel(Phase.FORWARD, "", "", -1),)
 AS_WRITTEN = 100
 """Products in a step as written."""
 
@@ -47,10 +31,6 @@ class Timed(Script):
         if change.strategies:
             count = self.products[min(len(self.changes), len(self.products)) - 1]
         return replace(result, trace=timed(result.trace, count))
-
-
-def timed(trace, count):
-    return replace(trace, step=WholeStep((PRODUCT,), (0,) * count, (0,) * count), labels=LABELS)
 
 
 def first_is_too_large_second_too_small(number):
@@ -102,3 +82,22 @@ def test_predictions_of_a_base_follow_what_its_runs_took():
     find(quick, budget, allowed)
     assert find(slow, budget, allowed).too_slow.time == pytest.approx(4.0)
     assert len(slow.changes) <= len(quick.changes)
+
+
+def test_a_script_that_checkpoints_itself_and_is_limited_by_the_host_runs_once_more_for_its_time():
+    """Under the record of its operations, its regions seem to save more tensors."""
+    script = Script(more=first_is_too_large_second_too_small)
+    asked = []
+
+    def run(change, what):
+        asked.append(change)
+        count = 100 if change.operations else 40
+        host = HostUnits(checkpointed_regions=4, operations=1e6 * count)
+        result = script(change, what) if change != Change() else script(Change(operations=True), what)
+        return (
+            result if isinstance(result, ScriptEnd) else replace(result, trace=timed(result.trace, 1, host))
+        )
+
+    found = find(run, int(0.7 * script.plain) * MIB + OUTSIDE)
+    assert asked[:2] == [Change(operations=True), Change()]
+    assert found.chosen.time == pytest.approx(1.0)

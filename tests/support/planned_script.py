@@ -9,7 +9,19 @@ from memfit.planning.choose_checkpointing import CheckpointChooser
 from memfit.planning.find_plan import find_plan
 from memfit.planning.run_changes_on_ghost import PlannedScript
 from memfit.planning.strategy_and_allocator_changes import AllowedChanges
-from memfit.records import Action, DeviceUse, Figure, Provenance, ScriptEnd
+from memfit.records import (
+    Action,
+    DeviceUse,
+    EventLabel,
+    Figure,
+    HostUnits,
+    Operand,
+    Operation,
+    Phase,
+    Provenance,
+    ScriptEnd,
+    WholeStep,
+)
 from support.planned_networks import feed_forward
 from support.traces import BASE, trace_of
 
@@ -18,6 +30,17 @@ OUTSIDE = 100 * MIB
 SPREAD = 0.5
 """Share of an assumed context by which it may be larger."""
 DEVICE = DeviceUse("A100-80GB", Figure(1 << 40, Provenance.EXACT), Figure(OUTSIDE, Provenance.MEASURED), 0)
+
+
+_SIZE = 4096
+_SQUARE = Operand((_SIZE, _SIZE), "float32")
+_PRODUCT = Operation(
+    *("aten.mm.default", -1, -1, (), (), (), 2 * _SIZE**3, 0, "float32", False, 0.0, 0),
+    operands=(_SQUARE, _SQUARE),
+    results=(_SQUARE,),
+    launches=1,
+)
+_LABELS = (EventLabel(Phase.FORWARD, "", "", -1),)
 
 
 def work(operation):
@@ -37,6 +60,11 @@ def needing(mebibytes, **fields):
         command=("t.py",),
         **fields,
     )
+
+
+def timed(trace, count, host=HostUnits()):  # noqa: B008 - frozen
+    """Return a trace whose recorded step runs so many products."""
+    return replace(trace, step=WholeStep((_PRODUCT,), (0,) * count, (0,) * count, host), labels=_LABELS)
 
 
 def enlarged(step):
