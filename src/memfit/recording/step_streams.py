@@ -64,18 +64,8 @@ class StepStreams:
         kind, *values = name.removeprefix(MARK).split(":")
         if kind == "launch":
             return _launched(self._calls.pop(thread, []))
-        if kind in {"malloc", "map"}:
-            return [_call_of_driver(kind, NO_STREAM)]
-        if kind in {"free", "unmap"}:
-            return [
-                _call_of_driver("synchronize", EVERY_STREAM, waits=True),
-                _call_of_driver(kind, NO_STREAM),
-            ]
-        if kind == "synchronize":
-            return [_call_of_driver(kind, EVERY_STREAM, waits=True)]
-        if kind == "synchronize_event":
-            self._wait(NO_STREAM, self._events.get(values[0], {}))
-            return [_call_of_driver(kind, NO_STREAM, waits=True)]
+        if kind in {"malloc", "map", "free", "unmap", "synchronize", "synchronize_event"}:
+            return self._asked_of_driver(kind, values)
         stream = self._numbers.setdefault(values[-1], len(self._numbers))
         if kind == "stream":
             self._of_thread[thread] = stream
@@ -88,6 +78,16 @@ class StepStreams:
         else:
             self._calls[thread].append(_call(values, stream))
         return []
+
+    def _asked_of_driver(self, kind: str, values: list[str]) -> list[Operation]:
+        """Return what the host does itself, and what it waits for before that."""
+        if kind == "synchronize_event":
+            self._wait(NO_STREAM, self._events.get(values[0], {}))
+            return [_call_of_driver(kind, NO_STREAM, waits=True)]
+        everything = _call_of_driver("synchronize", EVERY_STREAM, waits=True)
+        return [everything] * (kind not in {"malloc", "map"}) + [_call_of_driver(kind, NO_STREAM)] * (
+            kind != "synchronize"
+        )
 
     def _wait(self, stream: int, frontier: Frontier) -> None:
         own = self._frontiers[stream]
