@@ -171,9 +171,13 @@ def test_mutants_leave_the_real_allocator_unchanged():
     run(CONFS[0], 0, 250)
 
 
-def test_a_mutant_of_a_missing_line_is_refused():
-    with (
-        pytest.raises(ValueError, match=r"occurs 0 times in caching"),
-        mutated(LISTED[0]._replace(module="caching_allocator", line="no such line")),
-    ):
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ({"module": "caching_allocator", "line": "no such line"}, "occurs 0 times in caching"),
+        ({"module": "no_such_module"}, "no module 'no_such_module'"),
+    ],
+)
+def test_a_mutant_of_a_missing_line_or_module_is_refused(change, refusal):
+    with pytest.raises(ValueError, match=refusal), mutated(LISTED[0]._replace(**change)):
         pass

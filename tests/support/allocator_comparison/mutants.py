@@ -40,7 +40,7 @@ class Mutant(NamedTuple):
 
     what: str
     module: str
-    """Name of a module of the reference, of ``rounding``, or of one of the C files."""
+    """Name of a module of the reference, of ``block_and_segment_sizes``, or of one of the C files."""
     line: str
     """The original code, which occurs once in the module."""
     instead: str
@@ -63,8 +63,10 @@ def mutated(mutant: Mutant) -> Iterator[ModuleType]:
     """Yield the mutant's module ``caching_allocator``; the real modules stay unchanged.
 
     Raises:
-        ValueError: the original code does not occur exactly once.
+        ValueError: there is no such module, or the original code does not occur in it exactly once.
     """
+    if mutant.module not in {name.rpartition(".")[2] for name in _MODULES}:
+        raise ValueError(f"{mutant.what!r}: no module {mutant.module!r}. Update it in {_TABLE.name}.")
     real = {name: import_module(name) for name in _MODULES}
     try:
         for name in _MODULES:
