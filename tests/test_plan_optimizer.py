@@ -67,7 +67,8 @@ def verified(plan, script, *arguments):
 def test_a_budget_below_what_the_optimizer_needs_is_kept_bit_for_bit(script, tmp_path):
     file, found, printed = planned(tmp_path, script, "--bitwise", "--budget", "1.35GiB")
     assert found["plan"] == {"optimizer_state": {"step_in_backward": True}}
-    assert (found["equality"], found["time"]) == ("bit for bit", 1.0)
+    assert found["equality"] == "bit for bit"
+    assert 1 < found["time"] < 1.2  # small kernels for each parameter instead of one for many
     assert "recomputed" not in printed  # an update alone allocates more than the budget
     assert f'memfit.apply(model, "{file}", optimizer=optimizer)  # before its first step' in printed
     under_plan = peak("--plan", file, script)
@@ -109,5 +110,6 @@ def test_fewer_bits_only_where_they_are_allowed(script, tmp_path):
         tmp_path, script, "--allow", "8bit", "--budget", "1.15GiB", arguments=("--clip",)
     )
     assert found["plan"] == {"optimizer_state": {"bits": 8, "backend": "bitsandbytes"}}
-    assert (found["equality"], round(found["time"], 2)) == ("other numerics", 1.0)
+    assert found["equality"] == "other numerics"
+    assert found["time"] < 1  # the update moves a quarter of the moments' bytes
     assert "The optimizer's state has 8 bits (bitsandbytes)." in printed
