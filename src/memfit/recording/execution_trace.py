@@ -152,7 +152,7 @@ def operation_of_node(node: TraceNode) -> Operation:
         results=results,
         is_causal=_is_causal(schema, node),
         launches=1,
-        waits=node.waits or _waits(name, node),
+        waits=node.waits,
     )
 
 
@@ -218,18 +218,6 @@ def _operands_of(value: Any, shape: Any, kind: str, strides: Any) -> Iterator[Op
     kinds = kind[kind.find("[") + 1 : -1].split(",") if "[" in kind else []
     for each, its_shape, its_kind, its_strides in zip(value, shape, kinds, strides, strict=False):
         yield from _operands_of(each, its_shape, its_kind, its_strides)
-
-
-def _waits(name: str, node: TraceNode) -> bool:
-    """Return whether the host waits for the result: a number, or a copy to the host that may not be late."""
-    if name.startswith(("aten._local_scalar_dense", "aten.nonzero", "aten.is_nonzero", "aten._assert_async")):
-        return not name.endswith("_assert_async")
-    inputs, outputs = list(_tensors(node.inputs.values)), list(_tensors(node.outputs.values))
-    target = inputs[:1] if name.startswith("aten.copy_") else outputs
-    comes = any(each[-1].startswith(_CUDA) for each in inputs)
-    goes = any(not each[-1].startswith(_CUDA) for each in target)
-    late = True in node.inputs.values[-3:]  # non_blocking
-    return comes and goes and not late
 
 
 def _arguments(schema: str) -> tuple[list[str], int]:
