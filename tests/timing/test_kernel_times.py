@@ -395,18 +395,3 @@ def test_times_need_no_torch():
         "import sys, memfit.timing.kernel_times; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_transposed_convolution_is_another_s_gradient_of_the_data():
-    small, large, weight = (
-        Operand(shape, "float16") for shape in ((8, 64, 32, 32), (8, 32, 64, 64), (64, 32, 2, 2))
-    )
-    fields = -1, -1, (), (), (), 0, 0, "float16", False, 0.0, 0
-    forward = Operation("aten.convolution.default", *fields, operands=(small, weight), results=(large,))
-    backward = Operation(
-        "aten.convolution_backward.default", *fields, operands=(large, small, weight), results=(small, weight)
-    )
-    once = 2 * 8 * 32 * 32 * 64 * 32 * 2 * 2
-    assert (work_of(forward).flops, work_of(backward).flops) == (once, 2 * once)
-    back = Operation("aten.convolution.default", *fields, operands=(large, weight), results=(small,))
-    assert work_of(back).flops == once
