@@ -19,6 +19,7 @@ from memfit.records import (
 )
 from memfit.report.terminal.step_time import step_time_lines
 from memfit.timing.kernel_times import Basis, KernelTimes
+from memfit.timing.kernel_work import work_of
 from memfit.timing.step_time import seconds_to_issue, step_time
 from memfit.timing.step_timeline import QueuedWork, step_timeline
 
@@ -164,3 +165,18 @@ def test_the_gpu_works_while_any_stream_does():
 def test_a_card_has_its_article(card, named):
     first, *_ = step_time_lines(time_of(step_of((product("float32", 1024), FORWARD)), card))
     assert f" on {named}." in first
+
+
+def test_a_transposed_convolution_is_another_s_gradient_of_the_data():
+    small, large, weight = (
+        Operand(shape, "float16") for shape in ((8, 64, 32, 32), (8, 32, 64, 64), (64, 32, 2, 2))
+    )
+    fields = -1, -1, (), (), (), 0, 0, "float16", False, 0.0, 0
+    forward = Operation("aten.convolution.default", *fields, operands=(small, weight), results=(large,))
+    backward = Operation(
+        "aten.convolution_backward.default", *fields, operands=(large, small, weight), results=(small, weight)
+    )
+    once = 2 * 8 * 32 * 32 * 64 * 32 * 2 * 2
+    assert (work_of(forward).flops, work_of(backward).flops) == (once, 2 * once)
+    back = Operation("aten.convolution.default", *fields, operands=(large, weight), results=(small,))
+    assert work_of(back).flops == once

@@ -18,14 +18,15 @@ Source: torch/csrc/profiler/standalone/execution_trace_observer.cpp, PyTorch 2.1
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from memfit.recording.operation_of_call import WITHOUT_KERNEL, layout_of_strides
 from memfit.records import Operand, Operation
+from memfit.timing.kernel_work import work_of
 
 _PYTHON = "Python"
 """What the names of modes and of tensor subclasses that dispatch in Python begin with."""
@@ -135,14 +136,14 @@ def operation_of_node(node: TraceNode) -> Operation:
     schema = str(node.attribute("op_schema") or node.name)
     name = schema.partition("(")[0].replace("::", ".")
     operands, results = tuple(_operands(node.inputs)), tuple(_operands(node.outputs))
-    return Operation(
+    operation = Operation(
         name=name if name.count(".") > 1 else f"{name}.default",
         call=-1,
         source=-1,
         reads=(),
         creates=(),
         writes=(),
-        flops=_flops(name, node),
+        flops=0,
         moved=0,
         dtype=(results or operands)[0].dtype,
         random=False,
@@ -154,6 +155,7 @@ def operation_of_node(node: TraceNode) -> Operation:
         launches=1,
         waits=node.waits,
     )
+    return replace(operation, flops=int(work_of(operation).flops))
 
 
 @functools.cache
@@ -220,42 +222,8 @@ def _operands_of(value: Any, shape: Any, kind: str, strides: Any) -> Iterator[Op
         yield from _operands_of(each, its_shape, its_kind, its_strides)
 
 
-def _arguments(schema: str) -> tuple[list[str], int]:
-    """Return the names of an operation's arguments, and how many of them may be given by position."""
+def _is_causal(schema: str, node: TraceNode) -> bool:
     arguments = schema.partition("(")[2].partition(") ->")[0].split(", ")
     names = [each.split(" ")[-1].partition("=")[0] for each in arguments if each != "*"]
-    return names, arguments.index("*") if "*" in arguments else len(names)
-
-
-def _is_causal(schema: str, node: TraceNode) -> bool:
-    names, _ = _arguments(schema)
     place = names.index("is_causal") if "is_causal" in names else -1
     return 0 <= place < len(node.inputs.values) and node.inputs.values[place] is True
-
-
-def _flops(name: str, node: TraceNode) -> int:
-    """Return the floating-point operations, by PyTorch's formula of shapes; 0 if it has none."""
-    namespace, base, *_ = name.split(".")
-    packet = getattr(getattr(torch.ops, namespace), base, None)
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    given = [
-        _shape_or_value(value, shape)
-        for value, shape in zip(node.inputs.values, node.inputs.shapes, strict=True)
-    ]
-    results = [
-        _shape_or_value(each, shape)
-        for each, shape in zip(node.outputs.values, node.outputs.shapes, strict=True)
-    ]
-    names, positional = _arguments(str(node.attribute("op_schema")))
-    options = dict(zip(names[positional:], given[positional:], strict=False))
-    return int(
-        formula(*given[:positional], **options, out_val=results[0] if len(results) == 1 else tuple(results))
-    )
-
-
-def _shape_or_value(value: Any, shape: Any) -> Any:
-    if isinstance(value, list) and _is_tensor(value):
-        return torch.Size(shape)
-    return None if value == "<None>" else value

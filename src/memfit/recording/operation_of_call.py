@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from memfit.records import Operand, Operation
 
@@ -36,6 +35,8 @@ def operation_of_call(operation: Any, args: Any, kwargs: Any, result: Any, **mor
     >>> record.flops, record.moved, record.results
     (48, 104, (Operand(shape=(2, 4), dtype='float32', layout=''),))
     """
+    from torch.utils.flop_counter import flop_registry  # it imports Triton
+
     tensors = tensors_among(result)
     passed = tensors_among((args, kwargs))
     formula = flop_registry.get(operation._overloadpacket)

@@ -10,8 +10,10 @@
 The observer's file is read when the script has ended: the step runs as without memfit.
 """
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -173,7 +175,8 @@ class WholeStepRecorder:
         if any(kernels is None for kernels, _ in self._compiled):
             self.fault = "a compiled graph came from a cache, which does not list its kernels"
             return None
-        step = RecordedOperations(file.read_bytes(), self._compiled, self._captured)
+        with _without_garbage_collection():
+            step = RecordedOperations(file.read_bytes(), self._compiled, self._captured)
         if not step.operations:
             self.fault = "the second training step ran nothing on the GPU"
             return None
@@ -240,3 +243,15 @@ class WholeStepRecorder:
             return result
         finally:
             self._in_compiled -= 1
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Do not look for cycles again and again while many objects are made: it takes three times as long."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -161,23 +161,25 @@ def _convolution_work(base: str, operation: Operation, plain: KernelWork) -> Ker
     """A convolution as the matrix product that it is: positions x channels out x (channels in x window).
 
     Its backward is two: for the gradient of the data, and for that of the weight. Groups count as if they lay
-    beside each other.
+    beside each other. A transposed one makes of its data what another's gradient of the data is.
     """
     if "convolution" not in base:
         return None
     backward = "backward" in base
     data, weight = operation.operands[backward], operation.operands[1 + backward].shape
     out = operation.operands[0].shape if backward else operation.results[0].shape
-    channels, window, groups = weight[0], math.prod(weight[2:]), max(1, data.shape[1] // max(weight[1], 1))
+    into, made = data.shape, [each.shape for each in operation.results]
+    if into[1] == weight[0] and math.prod(out[2:]) > math.prod(into[2:]):  # transposed
+        into, out = out, into
+    channels, window, groups = weight[0], math.prod(weight[2:]), max(1, into[1] // max(weight[1], 1))
     end = "_backward" if backward else ""
     if groups > 1 and weight[1] == 1:
         return replace(plain, kind=f"depthwise{end}", flops=0)  # PyTorch counts far more in the backward
     positions, depth = out[0] * math.prod(out[2:]), weight[1] * window
-    places = data.shape[0] * math.prod(data.shape[2:])
+    places = into[0] * math.prod(into[2:])
     products: list[Sizes] = [(1, positions, channels, depth)]
     if backward:
-        made = [each.shape for each in operation.results]
-        outwards = (1, places, data.shape[1], positions * channels * window // groups // places)
+        outwards = (1, places, into[1], positions * channels * window // groups // places)
         products = [outwards] * (data.shape in made) + [(1, channels, depth, positions)] * (weight in made)
     flops = sum(2.0 * math.prod(sizes) for sizes in products)
     passed_over = max(0.0, 1 - positions * window / places)  # with strides longer than the window
