@@ -160,5 +160,7 @@ def test_a_file_without_prices_says_what_to_write(table):
 def test_a_script_without_for_is_pointed_out(capsys):
     assert run_command(["gpus", "train.py"]) == 2
     assert "Did you mean memfit gpus --for train.py?" in capsys.readouterr().err
+    assert run_command(["gpus", "--price", "T4=0.1"]) == 2
+    assert "memfit gpus --for [OPTIONS] SCRIPT.py" in capsys.readouterr().err
     assert run_command(["gpus", "--for"]) == 2
     assert "No script given" in capsys.readouterr().err

@@ -180,3 +180,8 @@ def test_a_transposed_convolution_is_another_s_gradient_of_the_data():
     assert (work_of(forward).flops, work_of(backward).flops) == (once, 2 * once)
     back = Operation("aten.convolution.default", *fields, operands=(large, weight), results=(small,))
     assert work_of(back).flops == once
+
+
+def test_no_complex_product_beats_the_rate_of_float32():
+    time = time_of(step_of((product("complex64"), FORWARD)), "H100")
+    assert 0.4 < 8 * 8192**3 / (time.seconds * find_device("H100").rate("fp32")) <= 1

@@ -36,6 +36,10 @@ def gpus(
             date (.toml, .json); repeatable. GPUs with a price are listed first, the cheapest run first.
     """
     if not for_script:
+        if price or steps_total is not None:
+            raise UsageError(
+                "--price and --steps-total are for a script: memfit gpus --for [OPTIONS] SCRIPT.py."
+            )
         return _list(command)
 
     prices, priced_on = read_prices(price)

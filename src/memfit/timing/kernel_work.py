@@ -104,6 +104,10 @@ def is_solved(operation: Operation) -> bool:
     return base_name(operation).startswith(_SOLVED)
 
 
+_OF_COMPLEX = 4
+"""Products of real numbers in one of complex ones."""
+
+
 def _matrix_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork | None:
     """A matrix product: of the last two operands, whatever their layout; a linear layer has its bias last."""
     if base == "linear":
@@ -118,6 +122,7 @@ def _matrix_work(base: str, operation: Operation, plain: KernelWork) -> KernelWo
         batch, m, n, k = math.prod(first[:-2]), first[-2], second[-1], first[-1]
     else:
         return None
+    k *= _OF_COMPLEX if plain.dtype.startswith("complex") else 1
     matrices = pair if base == "linear" else (*pair, *operation.results)
     rows = [  # in memory; of a part, or one that Inductor padded, they begin where the whole's do
         each.shape[-2 if each.layout == "transposed" else -1] for each in matrices if each.layout != "strided"
