@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.errors import TargetError
+from memfit.cli.main import run_command
+from memfit.errors import TargetError, UnsuitableEnvironmentError
 from memfit.ghost.build.torch_install import find_torch
 from memfit.records import ASSUMED_HOST_TIMES, MEASURED_OF_HOST, HostTimes, HostUnits, Provenance
 from memfit.run import measure_host_times as host_times
@@ -112,6 +113,18 @@ def test_a_failure_quotes_the_process(cache, monkeypatch):
     with pytest.raises(TargetError, match="RuntimeError: no"):
         host_times.measure_host_times()
     assert saved.saved_host_times(TORCH) is None
+
+
+@pytest.mark.parametrize(("load", "warns"), [(99.0, True), (0.1, False)])
+def test_doctor_says_that_a_busy_machine_is_to_be_measured_again(monkeypatch, capsys, load, warns):
+    def without_card():
+        raise UnsuitableEnvironmentError("No GPU.")
+
+    monkeypatch.setattr("memfit.run.measure_host_times.measure_host_times", lambda: ASSUMED_HOST_TIMES)
+    monkeypatch.setattr("memfit.run.measure_kernel_times.measure_kernel_times", without_card)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    assert run_command(["doctor", "--time"]) == 0
+    assert ("measure again when it is idle" in capsys.readouterr().err) == warns
 
 
 @pytest.mark.process

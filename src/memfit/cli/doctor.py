@@ -1,6 +1,7 @@
 """``memfit doctor``."""
 
 import io
+import os
 import sys
 from contextlib import redirect_stderr
 
@@ -66,6 +67,13 @@ def _measure_time() -> int:
     times = measure_host_times()
     with console_on_stdout() as console:
         print_host_times(times, console)
+    load, processors = os.getloadavg()[0], os.cpu_count() or 1
+    if load > processors:
+        print(
+            f"This machine is busy (load {load:.1f} on {processors} processors): measure again when it is idle. "
+            "Until then, dry runs count with these figures.",
+            file=sys.stderr,
+        )
     try:
         measured = measure_kernel_times()
     except UnsuitableEnvironmentError as error:
