@@ -70,8 +70,8 @@ def _measure_time() -> int:
     load, processors = os.getloadavg()[0], os.cpu_count() or 1
     if load > processors:
         print(
-            f"This machine is busy (load {load:.1f} on {processors} processors): measure again when it is idle. "
-            "Until then, dry runs count with these figures.",
+            f"This machine is busy (load {load:.1f} on {processors} processors): measure again when it is "
+            "idle. Until then, dry runs count with these figures.",
             file=sys.stderr,
         )
     try:
