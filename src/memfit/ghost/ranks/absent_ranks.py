@@ -51,6 +51,11 @@ _SHARDS = Patch(
 _GLOO = Patch(
     "torch.distributed.distributed_c10d", "ProcessGroupGloo", why="answer for ranks that do not exist"
 )
+_FAKE = Patch(
+    "torch._C._distributed_c10d:FakeProcessGroup",
+    "_set_sequence_number_for_group",
+    why="stand in for Gloo's group",
+)
 _SPLITS = Patch(
     "torch.distributed.distributed_c10d:ProcessGroup",
     "split_group",
@@ -99,7 +104,7 @@ def join_groups_with_absent_ranks(
 
     AbsentGloo.register(FakeProcessGroup)
     _GLOO.install("ProcessGroupGloo", lambda _: AbsentGloo)  # until PyTorch 2.13, it is no plugin
-    FakeProcessGroup._set_sequence_number_for_group = lambda _: None  # type: ignore[assignment,method-assign]
+    _FAKE.install("_set_sequence_number_for_group", lambda _: lambda _group: None)
     waits = EndlessWaitDetector(objects.refuse, partial(ghost.counter, "launches"))
     store_of = cache(partial(AnsweringStore, waits=waits))
 
@@ -168,5 +173,5 @@ def _accept_a_part(validate: Callable[..., Any], *_: object, **_named: object) -
     """Find no error in a checkpoint that holds this rank's shards only, nor in its plan."""
     errors: list[Any] = []
     return (
-        validate.__annotations__["return"] in {bool, "bool"} or errors
+        validate.__annotations__.get("return") in {bool, "bool"} or errors
     )  # until PyTorch 2.11, whether it is valid
