@@ -242,7 +242,7 @@ class GhostRuntime:
 
     @contextmanager
     def splitting(self, ranks: int, rank: int) -> Iterator[None]:
-        """Give the communicators that NCCL splits off so many ranks, of which this process is one."""
+        """Set the size of communicators that the script splits off within, and this process's rank in them."""
         self._library.ghost_expect_split(ranks, rank)
         try:
             yield

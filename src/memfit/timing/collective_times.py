@@ -28,8 +28,8 @@ _BYTES = {
 _SHARPNESS = 3.0
 """Of the change from one protocol to the other: NCCL has a third between them."""
 CHANNELS = 24
-"""Of NCCL, each of which keeps a multiprocessor busy: as many as its log has on machines with NVSwitch
-(NVIDIA/nccl-tests, issue 100; NVIDIA/nccl, issue 1259), but for 16 where the switch adds up (issue 1453)."""
+"""Channels that NCCL uses on a machine with NVSwitch; each keeps a multiprocessor busy. Source: logs in
+NVIDIA/nccl-tests, issue 100, and NVIDIA/nccl, issue 1259. NVLink SHARP uses 16 (NVIDIA/nccl, issue 1453)."""
 _MEASURED = 8
 """Ranks of the largest machine in the tables."""
 

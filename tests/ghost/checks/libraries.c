@@ -52,7 +52,7 @@ void collectives(void)
     CHECK(ncclCommSplit(second_of_four, -1, 1, &half, NULL) == SUCCESS && !half);
     CHECK(ncclCommSplit(second_of_four, 7, 1, &half, NULL) == SUCCESS);
     CHECK(ncclCommCount(half, &ranks) == SUCCESS &&
-          ranks == 4); /* nobody has said how many choose the color */
+          ranks == 4); /* Python has not said how many ranks choose the color */
     ncclCommDestroy(half);
     ncclCommDestroy(alone), ncclCommDestroy(second_of_four), cudaFree(send), cudaFree(receive);
 }
