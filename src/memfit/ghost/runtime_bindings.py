@@ -242,7 +242,7 @@ class GhostRuntime:
 
     @contextmanager
     def splitting(self, ranks: int, rank: int) -> Iterator[None]:
-        """Set the size of communicators that the script splits off within, and this process's rank in them."""
+        """Set the size of communicators that the script splits off, and this process's rank in them."""
         self._library.ghost_expect_split(ranks, rank)
         try:
             yield
