@@ -142,6 +142,8 @@ def test_a_failure_quotes_the_process(monkeypatch):
 
 @pytest.fixture
 def host(monkeypatch):
+    """Have an idle machine whose host takes what is assumed."""
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr("memfit.run.measure_host_times.measure_host_times", lambda: ASSUMED_HOST_TIMES)
 
 
