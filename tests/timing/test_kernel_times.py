@@ -245,11 +245,19 @@ def test_float32_attention_uses_tensor_cores_where_they_know_tf32():
         (operation("aten._foreach_addcdiv_.ScalarList", *[tensor(1000)] * 3), 4),
         (operation("aten._foreach_sqrt.default", tensor(1000), results=(tensor(1000),)), 2),
         (operation("aten._fused_adamw_.default", *[tensor(1000)] * 4), 7),
+        (operation("aten.add.out", *[tensor(1000)] * 3, results=(tensor(1000),)), 3),
+        (operation("aten._fused_rms_norm_backward.default", *[tensor(1000)] * 2, results=(tensor(1000),)), 5),
         (operation("triton_poi_fused_add_0", moved=8000), 2),
     ],
 )
 def test_what_is_read_and_written_is_counted_once(work, passes):
     assert work_of(work).traffic == 4000 * passes
+
+
+def test_a_product_that_is_added_to_float32_has_its_own_sizes_and_precision():
+    total, one, other = tensor(64, 8), tensor(64, 32, dtype="bfloat16"), tensor(32, 8, dtype="bfloat16")
+    work = work_of(operation("aten.addmm.dtype_out", total, one, other, total, results=(total,)))
+    assert (work.dtype, work.products) == ("bfloat16", ((1, 64, 8, 32),))
 
 
 def test_tensor_cores_are_slow_where_rows_are_not_aligned():
