@@ -16,7 +16,6 @@ from memfit.api.traces import summarize as summarize
 from memfit.api.verifying import verify as verify
 from memfit.arenas.open_arena import arena as arena
 from memfit.errors import MemfitError as MemfitError
-from memfit.estimating.synthetic_batch import synthetic_batch as synthetic_batch
 from memfit.ghost.environment_checks import diagnose as diagnose
 from memfit.integrations import accelerate as accelerate
 from memfit.integrations import lightning as lightning
