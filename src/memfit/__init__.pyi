@@ -26,7 +26,6 @@ from memfit.strategies.apply import apply as apply
 from memfit.strategies.apply import revert as revert
 from memfit.strategies.arena_settings import ArenaSettings as ArenaSettings
 from memfit.strategies.batch_slices import BatchSlices as BatchSlices
-from memfit.strategies.checkpoint_function import checkpoint as checkpoint
 from memfit.strategies.checkpointing import Checkpointing as Checkpointing
 from memfit.strategies.checkpointing import Region as Region
 from memfit.strategies.chunked_head import ChunkedHead as ChunkedHead
