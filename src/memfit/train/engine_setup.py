@@ -166,11 +166,7 @@ _ADD_SHARDING = (
 
 
 def _check_trainable_by_ranks(model: nn.Module, plan: Plan, *, arena: bool) -> None:
-    """Check that an engine can train a model on the ranks that there are.
-
-    Raises:
-        UsageError: it is not sharded, is sharded twice, or the plan has what several ranks cannot use.
-    """
+    """Check that an engine can train a model on the ranks that there are."""
     found = sharding_of_model(model)
     if found is not None and plan.sharding is not None:
         raise UsageError(
@@ -234,11 +230,7 @@ def _broadcast_model_from_first_rank(model: nn.Module, ranks: SingleRank) -> Non
 
 
 def _rank_gradients_of(model: nn.Module, ranks: SingleRank) -> RankGradients:
-    """Return how the gradients of a model become one mean.
-
-    Raises:
-        UsageError: the model is sharded over a part of the ranks.
-    """
+    """Return how the gradients of a model become one mean."""
     inside = module_without_compile_wrapper(model)
     if isinstance(inside, DistributedDataParallel):
         if (own := inside.process_group.size()) != world_size():
@@ -261,11 +253,7 @@ def _rank_gradients_of(model: nn.Module, ranks: SingleRank) -> RankGradients:
 def _check_gradients_are_reduced(
     optimizer: torch.optim.Optimizer, sharding: Sharding | None, model: nn.Module, ranks: SingleRank
 ) -> None:
-    """Check that the gradients of all parameters of an optimizer are reduced.
-
-    Raises:
-        UsageError: some are not the model's, such as a loss's temperature, or none is.
-    """
+    """Check that the gradients of all parameters of an optimizer are reduced."""
     if sharding is not None:
         check_optimizer_holds_parameters_of(model, optimizer)
     ours = set(model.parameters())
@@ -295,11 +283,7 @@ def _mesh_sizes(model: nn.Module) -> Iterator[int]:
 def _optimizer_of_sharded_model(
     job: Job, sharding: Sharding | None, model: nn.Module
 ) -> torch.optim.Optimizer:
-    """Return a job's optimizer, made of the sharded model's parameters if the job has a function for it.
-
-    Raises:
-        UsageError: it, or the scheduler, was created from what the sharding replaces.
-    """
+    """Return a job's optimizer, made of the sharded model's parameters if the job has a function for it."""
     if not isinstance(job.optimizer, torch.optim.Optimizer):
         return job.optimizer(model.parameters())
     name = type(job.optimizer).__name__
