@@ -125,10 +125,6 @@ class RankRuns:
     def under(self, change: Change, what: str) -> list[RankRun] | ScriptEnd:
         """Run the script under a change, after ``as_written``.
 
-        Args:
-            change: the change.
-            what: the run's name.
-
         Returns:
             A run of each rank that may need most; or, if a run did not complete, how it ended.
         """

@@ -104,11 +104,7 @@ class RunStageMeter:
             self._drop_marks()
 
     def complete_step(self, now: StepMemory) -> list[MeasuredRunStage]:
-        """Note that a training step is complete; return the stages that have ended since the last one.
-
-        Args:
-            now: what the counters hold.
-        """
+        """Note that a training step is complete; return the stages that have ended since the last one."""
         self._end_part(now)
         ended = self._decide(ran_out=False)
         self.current.steps += 1

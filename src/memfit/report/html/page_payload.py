@@ -113,14 +113,7 @@ class DrawnTimelineFacts:
 def _page_facts(
     trace: Trace, picture: DrawnTimeline, near: tuple[HighMemoryMoment, ...], summary: DryRun
 ) -> DrawnTimelineFacts:
-    """Collect the facts for the page.
-
-    Args:
-        trace: what was recorded.
-        picture: what is drawn of it.
-        near: its ``shortcuts``.
-        summary: the summary of the run, for the figures of the device.
-    """
+    """Collect the facts for the page."""
 
     def moments(events: list[int]) -> tuple[int, ...]:
         return tuple(np.searchsorted(picture.events, events).tolist())
