@@ -108,12 +108,6 @@ def assign_torch_functions(
     """Return the events with the PyTorch function of an allocation as its op, if no better op is known.
 
     Autograd's nodes are better, except nodes whose Python code communicates.
-
-    Args:
-        events: with labels and categories.
-        book: holds the labels.
-        column: the PyTorch function of each event, as an index into ``table``.
-        table: the PyTorch functions.
     """
     category, label, labels = events.category.copy(), events.label.copy(), book.labels
     allocated = (events.action == Action.ALLOC) & (label >= 0)

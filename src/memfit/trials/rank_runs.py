@@ -58,13 +58,7 @@ class _RankMemory:
 
 
 class RankRuns:
-    """Runs a script under changes, as some ranks of a job. Use it as a context manager.
-
-    Args:
-        command: the script's ``sys.argv``.
-        options: ``options.rank`` says how many ranks there are.
-        on_progress: as for ``run_script``.
-    """
+    """Runs a script under changes, as some ranks of a job. Use it as a context manager."""
 
     def __init__(
         self, command: tuple[str, ...], options: RunOptions, on_progress: Callable[[ScriptProgress], None]

@@ -65,12 +65,7 @@ class MeasuredRunStage:
 
 
 class RunStageMeter:
-    """Measures stages from the marks of a run.
-
-    Args:
-        read: returns what PyTorch's counters hold now.
-        records_gradients: returns whether the calling thread records gradients.
-    """
+    """Measures stages from the marks of a run."""
 
     def __init__(self, read: Callable[[], StepMemory], records_gradients: Callable[[], bool]) -> None:
         self._read, self._records_gradients = read, records_gradients

@@ -214,14 +214,6 @@ def page_payload(
 ) -> PagePayload:
     """Return the data that the page draws.
 
-    Args:
-        trace: what was recorded.
-        line: its timeline.
-        attribution: the attribution of its allocations.
-        summary: the summary of the run, for the figures of the device.
-        words: the page's table of texts, filled here.
-        most: maximum number of blocks drawn individually.
-
     Raises:
         FileFormatError: an address or a size is beyond what any device has.
     """
