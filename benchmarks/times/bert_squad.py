@@ -52,7 +52,7 @@ class Bert(nn.Module):
         self.tokens, self.positions, self.segments = (nn.Embedding(size, width) for size in sizes)
         self.ln, self.dropout = nn.LayerNorm(width, eps=1e-12), nn.Dropout(0.1)
         self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
-        self.pooler, self.answer = nn.Linear(width, width), nn.Linear(width, 2)
+        self.pooler, self.answer = nn.Linear(width, width).requires_grad_(False), nn.Linear(width, 2)
 
     def forward(self, tokens, segments, mask):
         seen = mask.unsqueeze(1).unsqueeze(2).to(self.tokens.weight.dtype)
@@ -144,7 +144,7 @@ def main():
     torch.backends.cuda.matmul.allow_tf32 = True
     with torch.device("cuda"):
         model = Bert(768, 12, 12) if args.base else Bert(1024, 24, 16)
-    trained = [(name, weight) for name, weight in model.named_parameters() if "pooler" not in name]
+    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     plain = [weight for name, weight in trained if name.endswith("bias") or ".ln" in f".{name}"]
     decayed = [weight for name, weight in trained if not (name.endswith("bias") or ".ln" in f".{name}")]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
