@@ -35,7 +35,7 @@ import memfit
 from memfit import MemfitError
 from memfit.planning.run_changes_on_ghost import is_made_by_loop
 from memfit.records import PlanRun, ScriptPlan
-from memfit.report.terminal.script_plan import plan_changes_in_words
+from memfit.report.terminal.plan_words import plan_changes_in_words
 
 EXAMPLES = "gpt", "resnet50", "vit_l16", "unet", "lstm", "retinanet", "amp_gradscaler", "hf_trainer"
 BUDGETS = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2"

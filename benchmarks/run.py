@@ -59,6 +59,7 @@ BENCHMARKS = (
     Benchmark("torch_versions", 15, "memfit with other versions of PyTorch; make test-versions runs all"),
     Benchmark("watch_overhead", 1, "what memfit.watch costs per step"),
     Benchmark("gpu/ghost_today", 5, "the ghost of today beside what validate measured on cards earlier"),
+    Benchmark("gpu/nccl", 1, "what NCCL takes of its own, beside the rule of dry runs", "several GPUs"),
     Benchmark("gpu/operators", 3, "memory that operators request, on the card and on the ghost", CARD),
     Benchmark("gpu/operators_today", 5, "the ghost of today beside what operators measured earlier"),
     Benchmark("gpu/plans", 4, "training under plans: peaks, times and losses against the plans", CARD),

@@ -16,7 +16,6 @@ from memfit.api.traces import summarize as summarize
 from memfit.api.verifying import verify as verify
 from memfit.arenas.open_arena import arena as arena
 from memfit.errors import MemfitError as MemfitError
-from memfit.estimating.synthetic_batch import synthetic_batch as synthetic_batch
 from memfit.ghost.environment_checks import diagnose as diagnose
 from memfit.integrations import accelerate as accelerate
 from memfit.integrations import lightning as lightning
@@ -27,7 +26,6 @@ from memfit.strategies.apply import apply as apply
 from memfit.strategies.apply import revert as revert
 from memfit.strategies.arena_settings import ArenaSettings as ArenaSettings
 from memfit.strategies.batch_slices import BatchSlices as BatchSlices
-from memfit.strategies.checkpoint_function import checkpoint as checkpoint
 from memfit.strategies.checkpointing import Checkpointing as Checkpointing
 from memfit.strategies.checkpointing import Region as Region
 from memfit.strategies.chunked_head import ChunkedHead as ChunkedHead

@@ -177,18 +177,6 @@ def precisions():
     print(len(arena._kinds))
 
 
-def history():
-    """Print what PyTorch's own allocator would have reserved, to compare with scenarios that use it."""
-    arena = memfit.arena(history=True)
-    parts = cnn()
-    for _ in range(3):
-        with arena.train():
-            step(*parts)
-    for term in arena.report().terms:
-        if term.name.startswith("reserved"):
-            print(term.figure.bytes / MIB)
-
-
 def benchmark():
     arena = memfit.arena()
     torch.backends.cudnn.benchmark = True

@@ -76,7 +76,7 @@ MARKS = {
     "two_captures": needs_torch((2, 12), "PyTorch itself refuses a second capture"),
     "capture_within_a_step": needs_torch((2, 14), "PyTorch itself allocates in the step as a capture begins"),
 }
-TRAINING = ("default", "expandable", "heap", "history")
+TRAINING = ("default", "expandable", "heap")
 
 
 def marked(scenarios):
@@ -117,7 +117,3 @@ def test_the_heap_reserves_no_more_than_expandable_segments(printed):
     for job in range(2):
         assert 0 < heap[job] <= expandable[job]
         assert heap[job] < default[job]
-
-
-def test_a_replay_of_the_arenas_history_reserves_what_pytorch_reserves(printed):
-    assert printed["history"].split() == [printed["default"].split()[0], printed["expandable"].split()[0]]

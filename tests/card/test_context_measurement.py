@@ -58,23 +58,6 @@ def test_the_table_shows_each_stage_and_the_effect_of_each_change(memfit):
     assert "Kept" not in run.err
 
 
-@pytest.mark.slow
-def test_with_several_gpus_nccl_is_measured_beside_what_dry_runs_assume(memfit):
-    run = memfit("doctor", "--context", card="H100", MEMFIT_REHEARSAL_GPUS="2")
-    assert run.code == 0, run.err
-    assert "NCCL itself on 2 GPUs" in run.out
-    table = [
-        line.rsplit(maxsplit=2) for line in run.out.splitlines() if line.startswith(("comm", "first all-"))
-    ]
-    # On the ghost of a rehearsal, NCCL holds nothing. Each row assumes what connects at that stage.
-    assert table == [
-        ["communicator", "0.0", "292.0"],
-        ["first all-gather", "0.0", f"{292 + 24 * 12}.0"],
-        ["first all-reduce", "0.0", f"{292 + 24 * 12}.0"],
-        ["first all-to-all", "0.0", f"{292 + 24 * 12 + 32 * 12}.0"],
-    ]
-
-
 def test_a_rehearsal_is_never_kept(report):
     assert keep_measured_context(replace(report, machine=MachineKind.REHEARSAL)) is None
 

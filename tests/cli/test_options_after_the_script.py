@@ -73,11 +73,6 @@ def test_a_script_in_place_of_a_command_gets_the_command(capsys):
     assert refusal(capsys, "train.py", "--lr", "1") == expected
 
 
-def test_the_retired_command_gets_what_replaces_it(capsys):
-    found = refusal(capsys, "job", "train.py")
-    assert found.startswith("memfit: memfit job is retired. Write make_job by hand: docs/planning.md (Jobs)")
-
-
 @pytest.mark.parametrize(
     "tokens",
     [

@@ -37,8 +37,8 @@ def files(tmp_path, monkeypatch):
         (("record", "-o", "train.py", "train.py"), "-o train.py would overwrite the script."),
         (("explain", "run.memfit", "--html", "run.memfit"), "would overwrite the input."),
         (
-            ("explain", "run.memfit", "--csv", "a", "--chrome", "a"),
-            "--csv a would overwrite the file of --chrome.",
+            ("explain", "run.memfit", "--html", "a", "--csv", "a"),
+            "--csv a would overwrite the file of --html.",
         ),
         (("diff", "run.memfit", "train.py", "--json", "train.py"), "would overwrite the second run."),
         (("replay", "run.memfit", "--json", "run.memfit"), "would overwrite the input."),

@@ -46,7 +46,7 @@ def exit_code(*tokens):
 
 FILES = [
     (("explain", "run.memfit", "--html", "a", "--csv", "b"), "FITS SO FAR   needs "),
-    (("explain", "run.memfit", "--snapshot", "a", "--chrome", "b"), "FITS SO FAR   needs "),
+    (("explain", "run.memfit", "--snapshot", "a", "--csv", "b"), "FITS SO FAR   needs "),
     (("explain", "run.memfit", "--json", "a"), "FITS SO FAR   needs "),
     (("diff", "run.memfit", "run.memfit", "--json", "a"), "before  peak in: step 1"),
     (("replay", "run.memfit", "--json", "a"), "PYTORCH_ALLOC_CONF"),

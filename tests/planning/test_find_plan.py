@@ -256,7 +256,7 @@ def test_the_result_prints_and_is_valid_json():
     text = io.StringIO()
     print_plan(found, Console(file=text, width=200, highlight=False, markup=False))
     assert text.getvalue().startswith("PLAN FOUND   needs ")
-    assert "no plan of this kind takes less than" in text.getvalue()
+    assert "no plan that memfit weighed takes less than" in text.getvalue()
     public = json.loads(result_to_json(found))
     again = msgspec.convert(public, public_json_type(ScriptPlan))
     assert again.plan == found.chosen.change.plan

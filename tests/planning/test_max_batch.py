@@ -252,7 +252,16 @@ def time_of(seconds, samples, *, spread=0.3):
     parts = dict.fromkeys(("kinds", "modules", "phases"), ())
     figures = dict.fromkeys(("gpu_seconds", "host_seconds", "utilization"), 0.0)
     return StepTime(
-        seconds, low, high, "T4", basis="tables", host_basis="", samples=samples, tokens=0, **parts, **figures
+        seconds,
+        low,
+        high,
+        "T4",
+        basis="tables",
+        host_basis="",
+        samples=samples,
+        tokens=None,
+        **parts,
+        **figures,
     )
 
 

@@ -41,10 +41,10 @@ def ran(needs, gradients=0, state=0, temporaries=0, *, time=1.0, phase=Phase.BAC
     return PlanRun(Change(micro_batches=divided), figure, figure, time, place, terms=terms)
 
 
-def tried(plain, budget, *others, chosen=None, low=False, copies=0.5, refused=()):
+def tried(plain, budget, *others, chosen=None, low=False, offloaded=1.5, refused=()):
     """Return what is tried, if that changes nothing, or is refused."""
     allowed = replace(AllowedChanges(), low_bit_state=low)
-    changes, words = OptimizerChangesToTry(plain, allowed, budget, lambda: copies), []
+    changes, words = OptimizerChangesToTry(plain, allowed, budget, lambda: offloaded), []
     while change := changes.next([*others, *filter(None, [chosen])], chosen):
         words += change.words
         if change.words[0] in refused:
@@ -72,7 +72,7 @@ def test_if_nothing_fits_the_one_that_saves_most_is_tried_after_those_that_seeme
     plain = ran(100, gradients=20, state=40)
     offloaded = ran(62, gradients=3)  # most of the gradients are not yet there at the new peak
     assert tried(plain, 60, offloaded) == [BOTH]
-    changes = OptimizerChangesToTry(plain, AllowedChanges(), 60, lambda: 0.5)
+    changes = OptimizerChangesToTry(plain, AllowedChanges(), 60, lambda: 1.5)
     assert changes.next([], None).words == (OFFLOADED,)
     assert changes.next([offloaded], None).words == (BOTH,)
     assert changes.next([offloaded, ran(61)], None) is None
@@ -104,7 +104,7 @@ def test_once_something_fits_only_what_may_be_faster_is_tried():
     plain = ran(100, gradients=20, state=40)
     recomputed = ran(50, gradients=20, state=2, time=1.2)
     assert tried(plain, 90, chosen=recomputed) == [BACKWARD]
-    assert tried(plain, 90, chosen=recomputed, copies=0.1) == [BACKWARD, OFFLOADED, BOTH]
+    assert tried(plain, 90, chosen=recomputed, offloaded=1.1) == [BACKWARD, OFFLOADED, BOTH]
     assert tried(plain, 90, chosen=ran(50, gradients=20, time=1.001)) == []
     assert tried(plain, 50, chosen=recomputed) == [BACKWARD]  # with less to recompute
     halves = replace(recomputed, change=Change(micro_batches=HALVES))

@@ -1,16 +1,20 @@
 """The page of a plan: its chart, its table, and that nothing in it runs or is loaded."""
 
+import io
 import re
 from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree as ET
 
 import pytest
+from rich.console import Console
 
 from memfit.records import Change, Figure, Phase, PlanRun, Provenance, ScriptLocation, ScriptPlan
 from memfit.report.html.page_text_table import content_security_policy
 from memfit.report.html.plan_page import plan_chart_svg, plan_report_html
 from memfit.report.terminal.plan_chart import PlanKind, plan_chart_lines, plans_to_draw
+from memfit.report.terminal.plan_words import plan_changes_in_words
+from memfit.report.terminal.script_plan import print_plan
 from support.html_reports import EVIL, GIB, Elements
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -97,7 +101,7 @@ def test_every_plan_has_a_row_with_its_figures_and_their_provenance(plan):
 def test_the_page_says_what_to_change_line_by_line(plan):
     details = re.search(r'<pre class="details">(.*?)</pre>', plan_report_html(plan), re.DOTALL)[1]
     assert "Recomputed in the backward:\n    blocks.0, blocks.1\n" in details
-    assert "no plan of this kind takes less than 1.050 (assumed: roofline of the card)" in details
+    assert "no plan that memfit weighed takes less than 1.050 (assumed: roofline of the card)" in details
     assert "~/train.py --lr 1" in plan_report_html(plan)
 
 
@@ -178,6 +182,18 @@ def test_numbers_that_would_overlap_are_left_out(plan):
 def test_regions_are_named_with_what_they_keep_on_one_line(plan, region, text):
     chosen = replace(plan.chosen, change=Change({"checkpointing": {"regions": [region]}}))
     assert f"    {text}\n" in plan_report_html(replace(plan, chosen=chosen))
+
+
+def test_rows_that_would_read_alike_name_modules_and_kept_results(plan):
+    paths = ("blocks.0.mlp", "blocks.1.mlp", "blocks.10", "")
+    ways = [{"modules": [path], "save_ops": ["aten.mm"]} for path in paths[:2]], [{"modules": paths}]
+    one, two = (replace(plan.chosen, change=Change({"checkpointing": {"regions": way}})) for way in ways)
+    table = io.StringIO()
+    print_plan(replace(plan, tried=(one, one, two)), Console(file=table, width=200))
+    rows = [line.split("  ")[0] for line in table.getvalue().splitlines()]
+    assert rows.count("2 in part (2 blocks.*.mlp, 2 results kept)") == 2
+    assert "4 modules recomputed" in rows
+    assert plan_changes_in_words(two, names_modules=True).endswith("(2 blocks.*.mlp, 1 blocks.*, 1 model)")
 
 
 def test_what_a_run_allocates_with_other_settings_is_simulated(plan):

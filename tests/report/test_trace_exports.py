@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 import memfit
-from memfit.allocator.timeline import memory_timeline
-from memfit.api.traces import allocation_table, chrome_trace
+from memfit.api.traces import allocation_table
 from memfit.records import (
     Action,
     Category,
@@ -69,20 +68,6 @@ def named(trace, name):
     return replace(trace, events=events, tensors=(TensorInfo("fc", name, "float32", (250,)),))
 
 
-def test_the_chrome_traces_counters_equal_the_timeline():
-    trace = run(size=8000)
-    events = json.loads(chrome_trace(trace))["traceEvents"]
-    counted = {event["name"]: event["args"]["bytes"] for event in events if event["ph"] == "C"}
-    line = memory_timeline(trace)
-    assert counted["allocated"] == line.allocated[-1] == 8192
-    assert counted["reserved"] == 2 * MIB
-    assert (counted["parameters"], counted["activations"]) == (8192, 0)
-    phases = [event["name"] for event in events if event["ph"] == "X"]
-    assert phases == ["setup", "forward", "backward"]
-    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
-    assert [event["name"] for event in events if event["ph"] == "i"] == ["training step 1"]
-
-
 def test_the_table_has_a_row_for_each_allocation():
     rows = list(csv.DictReader(io.StringIO(allocation_table(named(run(), "weight")))))
     assert tuple(rows[0]) == COLUMNS
@@ -104,13 +89,10 @@ def test_a_cell_cannot_be_a_formula():
     rows = list(csv.DictReader(io.StringIO(text)))
     assert "\x1b" not in text
     assert rows[0]["name"] == rows[1]["module"] == f"'{escaped(HOSTILE)}"
-    names = {event["name"] for event in json.loads(chrome_trace(run(module=HOSTILE)))["traceEvents"]}
-    assert HOSTILE not in names  # no counter has the name of a module
 
 
 def test_an_empty_run_can_be_exported():
     assert allocation_table(trace_of([])).strip() == ",".join(COLUMNS)
-    assert len(json.loads(chrome_trace(trace_of([])))["traceEvents"]) == 1
 
 
 @pytest.mark.parametrize("by", GroupBy)

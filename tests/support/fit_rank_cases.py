@@ -74,7 +74,6 @@ def refused(rank, ranks, case):
         "conflict": lambda: engine(memfit.apply(model, memfit.Sharding("fsdp2")), memfit.Offload()),
         "frozen later": lambda: _freeze(engine(model, memfit.Sharding("ddp"))).step(samples(2, 0)),
         "tensor parallel": lambda: engine(_on_a_part_of_the_ranks(model), None),
-        "cuda graphs": lambda: engine(model, memfit.Sharding("ddp"), cuda_graphs=True),
         "arena": lambda: engine(model, {"sharding": "ddp", "arena": True}),
         "Rprop of shards": lambda: engine(
             model, memfit.Sharding("fsdp2"), optimizer=torch.optim.Rprop, protect="always"

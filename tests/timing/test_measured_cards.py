@@ -8,7 +8,7 @@ import pytest
 
 from memfit.devices import find_device
 from memfit.records import KernelMeasurement, Operand, Operation, TimedKernel
-from memfit.timing.kernel_times import KernelTimes, find_coefficients
+from memfit.timing.kernel_times import KernelTimes, find_coefficients, kernel_table, measured_device
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FIELDS = -1, -1, (), (), (), 0, 0
@@ -62,3 +62,14 @@ def test_what_runs_several_kinds_of_kernels_is_no_row(read):
     assert list(rows) == ["softmax"]
     assert [len(row.works) for row in rows["softmax"]["L4"]] == [2] * 6
     assert {row.seconds for row in rows["softmax"]["L4"]} == {2.0}
+
+
+def test_cards_that_only_the_tables_know():
+    assert measured_device("GH200").multiprocessors == find_device("H100").multiprocessors
+    assert measured_device("RTX PRO 6000").compute_capability == (12, 0)
+    sources = kernel_table()["source"]
+    for kind in kernel_table()["kind"].values():
+        for entry in kind.get("card", {}).values():
+            assert set(entry["source"].split("+")) <= set(sources)
+            assert entry["rows"] > 0
+            assert entry["median"] <= entry["spread"]

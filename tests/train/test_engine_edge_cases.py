@@ -85,7 +85,6 @@ def test_an_engine_that_fails_to_start_leaves_the_model_unchanged():
             {"max_grad_norm": 1.0},
             "cannot be combined",
         ),
-        ((memfit.Precision("bf16"),), {"cuda_graphs": True}, "cuda_graphs needs parameters on a GPU"),
         ((memfit.Precision("bf16"),), {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
         ((), {"max_grad_norm": -1.0}, "max_grad_norm must be None or a number above 0, not -1.0"),
         ((), {"protect": "sometimes"}, "protect must be one of auto"),

@@ -214,11 +214,7 @@ def open_compiled_allocator(
 def _settings(
     config: AllocatorConfig, total: int, taken: int, version: tuple[int, int], empties: bool
 ) -> "array[int]":
-    """Return the settings in the layout of ``c/allocator.h``.
-
-    Raises:
-        UsageError: the device is larger than ``_MOST``.
-    """
+    """Return the settings in the layout of ``c/allocator.h``."""
     if total > _MOST:
         raise UsageError(
             f"Cannot replay on a GPU of {total:,} bytes: the largest is {_MOST:,}. Choose one with less "

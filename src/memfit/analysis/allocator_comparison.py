@@ -23,7 +23,6 @@ from memfit.errors import UsageError
 from memfit.records import (
     AllocatorComparison,
     AllocatorSetting,
-    MachineKind,
     MarkKind,
     Note,
     Provenance,
@@ -114,12 +113,6 @@ def _located(trace: Trace, replay: ReplayResult) -> ReplayResult:
 
 def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, int]:
     """Return the bytes of the device, and of the CUDA context."""
-    if trace.device.machine is MachineKind.CPU:
-        raise UsageError(
-            "This is a trace of CPU tensors. PyTorch does not cache CPU memory, and its allocator settings "
-            "apply only to GPUs. To find how much memory the tensors need when their addresses are planned, "
-            "use memfit pack."
-        )
     total, context = (
         (device.total_bytes, device.context_bytes)
         if device is not None

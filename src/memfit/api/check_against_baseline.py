@@ -119,12 +119,7 @@ def _baseline(file: Path | None, *, update: bool) -> MemoryBaseline | None:
 
 
 def _expect_complete(trace: Trace) -> None:
-    """Refuse to check a script that did not complete, or only a part of it.
-
-    Raises:
-        KeyboardInterrupt: the user interrupted it.
-        TargetError: it failed, or processes that it started used the GPU, too.
-    """
+    """Refuse to check a script that did not complete, or only a part of it."""
     if trace.end.reason == "interrupted":
         raise KeyboardInterrupt
     if not ran_to_completion(trace.end):

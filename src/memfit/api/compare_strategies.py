@@ -156,11 +156,7 @@ def compare(  # noqa: PLR0913 - one parameter an option
 
 
 def _expect_known(rows: Iterable[str], known: Iterable[StrategyCombination]) -> None:
-    """Check that there are rows, or groups of rows, of some names.
-
-    Raises:
-        UsageError: there are not.
-    """
+    """Check that there are rows, or groups of rows, of some names."""
     known = list(known)
     groups, names = dict.fromkeys(one.group for one in known if one.group), [one.name for one in known]
     for name in rows:
@@ -211,9 +207,6 @@ def _as_written(
 
     Returns:
         A run of each role, and the run whose operations tell what suits the script.
-
-    Raises:
-        TargetError: it fails.
     """
     base = next(strategies_to_compare(1))
     try:

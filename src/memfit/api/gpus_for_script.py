@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 
 from memfit.analysis.trial_result import TrialResult
@@ -80,9 +81,11 @@ def gpus_for(  # noqa: PLR0913 - one parameter an option
             failed.update((card.name, error) for card in cards)
     if not plans:
         raise next(iter(failed.values()))
-    plans.sort(key=lambda plan: plan.device.total.bytes)
     reasons = {name: str(error) for name, error in failed.items()}
-    return GpusFor(tuple(plans), reasons, command, plans[0].versions, priced, priced_on, steps_total)
+    found = GpusFor(tuple(plans), reasons, command, plans[0].versions, priced, priced_on, steps_total)
+    costs = found.costs
+    plans.sort(key=lambda plan: (costs.get(plan.device.name, inf), plan.device.total.bytes))
+    return replace(found, plans=tuple(plans))
 
 
 def _plans(

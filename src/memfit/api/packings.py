@@ -9,15 +9,12 @@ from memfit.analysis.allocator_comparison import compare_allocator_settings
 from memfit.analysis.event_locations import worst_provenance_of_notes
 from memfit.api.traces import read
 from memfit.devices import NO_LIMIT
-from memfit.packing.allocation_lifetimes import ALIGNMENT, CPU_ALIGNMENT
 from memfit.packing.graph_packing import GraphPacking, pack_graph
 from memfit.packing.run_packing import RunPacking, pack_run_memory
-from memfit.records import MachineKind, Trace
+from memfit.records import Trace
 
 if TYPE_CHECKING:
     import torch
-
-    from memfit.records import SettingOutcome
 
 
 @overload
@@ -79,17 +76,13 @@ def pack(
         flow = dataflow_of_fx_graph(target)
         return pack_graph(flow, capacity=capacity, seconds=seconds, on_progress=on_progress)
     trace = target if isinstance(target, Trace) else read(target)
-    reserved: tuple[SettingOutcome, ...] = ()
-    is_of_cpu = trace.device.machine is MachineKind.CPU  # PyTorch caches no CPU memory
-    if not is_of_cpu:
-        reserved = compare_allocator_settings(
-            trace, "expandable_segments:True", memory=NO_LIMIT, on_progress=on_progress
-        ).outcomes
+    reserved = compare_allocator_settings(
+        trace, "expandable_segments:True", memory=NO_LIMIT, on_progress=on_progress
+    ).outcomes
     return pack_run_memory(
         allocator_requests_of_trace(trace),
         reserved,
         worst_provenance_of_notes(note for note in trace.notes if note.sizes),
-        alignment=CPU_ALIGNMENT if is_of_cpu else ALIGNMENT,
         capacity=capacity,
         seconds=seconds,
         on_progress=on_progress,

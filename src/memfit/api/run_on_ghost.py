@@ -114,11 +114,7 @@ def run_on_ghost(  # noqa: PLR0913 - what a dry run is asked for
 
 
 def _expect_to_go_together(options: RunOptions, *, advise: bool, resume_with: Sequence[str] | None) -> None:
-    """Check that what a dry run is asked for does not contradict itself.
-
-    Raises:
-        UsageError: it does.
-    """
+    """Check that what a dry run is asked for does not contradict itself."""
     if options.batches is not None and advise:
         raise UsageError(
             "--advise lowers the peak of training steps. Run --whole first, which names the stage that needs "
@@ -136,11 +132,7 @@ def _expect_to_go_together(options: RunOptions, *, advise: bool, resume_with: Se
 
 
 def _planned(file: Path, options: RunOptions) -> tuple[Change, RunOptions]:
-    """Return what a plan changes about a script, and the options with which the script runs under it.
-
-    Raises:
-        UsageError: the plan shards the model, and the script is to run as one process.
-    """
+    """Return what a plan changes about a script, and the options with which the script runs under it."""
     planned = read_plan_or_settings(file)
     rank = options.rank
     if planned.is_sharded:
@@ -247,9 +239,6 @@ class _GhostJob:
         """Run the script under the change; it leaves the standby.
 
         With ``injects``, strategies can be applied to the standby.
-
-        Raises:
-            UsageError: the change does not suit the script.
         """
         options, change, show = self.options, self.change, self.on_progress
         ghost = resolve_ghost_settings(options)

@@ -15,7 +15,7 @@ from memfit.atomic_files import write_output_file
 from memfit.devices import find_device
 from memfit.planning.advice import find_advice
 from memfit.records import AllocatorComparison, DryRun, Explanation, GroupBy, RunDifference, Trace
-from memfit.report import trace_exports
+from memfit.report.trace_exports import allocations_csv
 from memfit.trace.snapshot import read_snapshot
 from memfit.trace.trace_file import looks_like_trace_file, read_trace
 
@@ -147,12 +147,6 @@ def write_html(trace: Trace, result: DryRun, path: Path, *, source: bool = True)
     write_output_file(path, _html_report(trace, result, source=source).encode(errors="replace"))
 
 
-def chrome_trace(trace: Trace) -> bytes:
-    """Return the timeline by category as a Chrome trace (JSON), which Perfetto reads as well."""
-    line = memory_timeline(trace)
-    return trace_exports.chrome_trace_of_run(trace, line, attribute_allocations(trace, line))
-
-
 def allocation_table(trace: Trace) -> str:
     """Return every allocation as a row of comma-separated values."""
-    return trace_exports.allocations_csv(trace, attribute_allocations(trace, memory_timeline(trace)))
+    return allocations_csv(trace, attribute_allocations(trace, memory_timeline(trace)))

@@ -13,7 +13,7 @@ No live tensor is ever overwritten: an allocation gets its offset only if no liv
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +22,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from memfit.analysis.allocator_comparison import compare_allocator_settings
 from memfit.arenas import arena_library
 from memfit.arenas.arena_memory import ArenaMemory
-from memfit.arenas.arena_trace import trace_of_arena_log
 from memfit.arenas.collect_excluded_outputs import ExcludedModuleOutputs
 from memfit.arenas.step_plan import (
     StepKey,
@@ -35,18 +33,13 @@ from memfit.arenas.step_plan import (
     write_step_plans,
 )
 from memfit.arenas.step_plan_lifecycle import MOST_DROPS, RepeatedStep
-from memfit.devices import NO_LIMIT
 from memfit.errors import UsageError
-from memfit.records import Figure, Provenance, Term, Trace
 from memfit.strategies.arena_settings import ArenaSettings
-from memfit.trace.trace_file import write_trace
 from memfit.user_lines import warn_user
 
 if TYPE_CHECKING:
     from memfit.report.terminal.arena_report import ArenaReport
 
-MOST_LOGGED = 1 << 22
-"""Requests that a history holds at most; they take 128 MiB."""
 MOST_KINDS = 256
 """Number of kinds of steps that are tracked; further kinds use the default allocator."""
 Running = Callable[[], Generator[None, None, None] | None]
@@ -60,7 +53,6 @@ class Arena:
         settings: which steps are placed.
         held_outputs: of the excluded modules.
         path: of the file that keeps plans, if there is one.
-        history: whether every request is logged.
     """
 
     def __init__(
@@ -69,8 +61,6 @@ class Arena:
         settings: ArenaSettings,
         held_outputs: ExcludedModuleOutputs,
         path: Path | None,
-        *,
-        history: bool,
     ) -> None:
         self._memory = memory
         self.settings = settings
@@ -85,9 +75,7 @@ class Arena:
         self._begun: set[StepKey] = set()
         self._read: dict[StepKey, StepPlan] = {}  # plans of earlier runs
         self._is_full = False
-        self._steps: list[int] = []  # length of the log when each training step ended
         if memory is not None:
-            arena_library.load().arena_log(memory.arena, MOST_LOGGED if history else 0)
             self._read = self._plans_in_file(memory)
             self._write(memory)  # fail now if the file cannot be written
 
@@ -157,45 +145,12 @@ class Arena:
             arena_library.load().arena_end(self._memory.arena)
 
     def report(self) -> "ArenaReport":
-        """Return what each kind of step placed, and the memory in use; the report prints itself.
-
-        On a GPU and with a history, it also has what PyTorch's own allocator would have reserved.
-        """
+        """Return what each kind of step placed, and the memory in use; the report prints itself."""
         from memfit.report.terminal.arena_report import ArenaReport
 
         steps = tuple(kind.summary() for kind in self._kinds.values())
         used = () if self._memory is None else self._memory.used()
-        return ArenaReport(steps, (*self._default_allocator_terms(), *used))
-
-    def _default_allocator_terms(self) -> Iterator[Term]:
-        """Yield what PyTorch's allocator would have reserved, by setting."""
-        if self._memory is None or self._memory.name == "cpu" or not self._has_history:
-            return
-        found = compare_allocator_settings(self.trace(), "expandable_segments:True", memory=NO_LIMIT)
-        for row in found.outcomes:
-            name = f"reserved, {row.setting.name or 'default settings'}"
-            yield Term(name, Figure(row.replay.peak_reserved, Provenance.SIMULATED, "an exact replay"))
-
-    @property
-    def _has_history(self) -> bool:
-        return self._memory is not None and arena_library.load().arena_logged_count(self._memory.arena) > 0
-
-    def trace(self) -> Trace:
-        """Return the history as a trace, for ``memfit.pack`` and ``memfit.explain``.
-
-        Raises:
-            UsageError: the arena keeps no history; it does so on request.
-        """
-        if self._memory is None or not self._has_history:
-            raise UsageError(
-                "This arena has logged no allocations. Create the arena with memfit.arena(history=True)."
-            )
-        rows = arena_library.logged_requests(self._memory.arena)
-        return trace_of_arena_log(rows, self._steps, self._memory.device(), is_cut=len(rows) == MOST_LOGGED)
-
-    def write_trace(self, path: str | Path) -> None:
-        """Write the history to a file: ``memfit pack run.memfit``."""
-        write_trace(self.trace(), Path(path))
+        return ArenaReport(steps, used)
 
     def close(self) -> None:
         """Stop placing allocations. Tensors in the arena stay valid for as long as they live.
@@ -251,8 +206,6 @@ class Arena:
             yield
         finally:
             arena_library.load().arena_end(memory.arena)
-        if name == "train":
-            self._steps.append(arena_library.load().arena_logged_count(memory.arena))
         if self._is_abandoned:
             return
         if mode == arena_library.RECORDING and key.is_first:

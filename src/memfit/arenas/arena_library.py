@@ -10,7 +10,6 @@ from memfit.packing.buffer_lifetimes import Column
 
 IDLE, RECORDING, PLACING = range(3)
 LIVES, SHARED = -1, -2
-FREED = -1
 TALLY = (
     *("placed", "placed_bytes", "kept", "kept_bytes", "unplanned", "unplanned_bytes"),
     *("differing", "overlapping", "elsewhere", "skipped", "first", "first_bytes"),
@@ -30,9 +29,6 @@ LIBRARY = NativeLibrary(
         "arena_bytes": (_INT64, (_POINTER,)),
         "arena_recorded_count": (_INT64, (_POINTER, _FLAG)),
         "arena_recorded": (None, (_POINTER, _FLAG, _POINTER)),
-        "arena_log": (None, (_POINTER, _INT64)),
-        "arena_logged_count": (_INT64, (_POINTER,)),
-        "arena_logged": (_INT64, (_POINTER, _POINTER, _INT64)),
         "plan_new": (_POINTER, (_INT64, _POINTER, _POINTER)),
         "plan_free": (None, (_POINTER,)),
         "cpu_attach": (_POINTER, (ctypes.c_char_p,)),
@@ -76,9 +72,3 @@ def recorded_allocations(arena: int, *, before: bool) -> Column:
     rows = np.zeros((count, 3), np.int64)
     load().arena_recorded(arena, before, rows.ctypes.data)
     return rows
-
-
-def logged_requests(arena: int) -> Column:
-    """Return the logged requests: rows of address, size (or ``FREED``), time and lane."""
-    rows = np.zeros((load().arena_logged_count(arena), 4), np.int64)
-    return rows[: load().arena_logged(arena, rows.ctypes.data, len(rows))]

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import os
 import platform
 import sys
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 import torch
 
 from memfit.arenas.arena_library import gpu_bytes_by_use, load
-from memfit.card.detect_card import is_ghost_loaded
 from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.packing.allocation_lifetimes import ALIGNMENT, CPU_ALIGNMENT
-from memfit.records import DeviceUse, Figure, MachineKind, Provenance, Term
+from memfit.records import Figure, Provenance, Term
 from memfit.units import KIB
 from memfit.user_lines import warn_user
 
@@ -77,12 +75,6 @@ class CpuArenaMemory:
             Term(name, Figure(found[source], Provenance.MEASURED, f"{source} in /proc/self/status"))
             for name, source in (("process now", "VmRSS"), ("process at its peak", "VmHWM"))
         )
-
-    def device(self) -> DeviceUse:
-        """Describe this machine's memory."""
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        nothing = Figure(0, Provenance.EXACT, "a CPU has no context")
-        return DeviceUse("CPU", Figure(size, Provenance.MEASURED, "sysconf"), nothing, 0, MachineKind.CPU)
 
     def release_unused(self) -> None:
         """Return the arena's memory to the system, if no tensor is left in it."""
@@ -156,24 +148,6 @@ class CudaArenaMemory:
         return (
             Term("GPU memory now", Figure(count["pages"], Provenance.EXACT, rule)),
             Term("GPU memory at its peak", Figure(count["most_pages"], Provenance.EXACT, rule)),
-        )
-
-    def device(self) -> DeviceUse:
-        """Describe the GPU's memory."""
-        rehearsal = is_ghost_loaded()
-        provenance = Provenance.ASSUMED if rehearsal else Provenance.MEASURED
-        free, total = torch.cuda.mem_get_info(self._index)
-        outside = total - free - self._count()["pages"]
-        return DeviceUse(
-            torch.cuda.get_device_name(self._index),
-            Figure(total, provenance, "rehearsal: the ghost's" if rehearsal else "cudaMemGetInfo"),
-            Figure(
-                outside,
-                Provenance.ASSUMED,
-                "all memory in use, other processes included, less what is mapped here",
-            ),
-            0,
-            MachineKind.REHEARSAL if rehearsal else MachineKind.CARD,
         )
 
     def release_unused(self) -> None:

@@ -26,7 +26,6 @@ def arena(
     optimize_test: bool | None = None,
     exclude: nn.Module | str | Iterable[nn.Module | str] = (),
     plans: str | Path | None = None,
-    history: bool = False,
     device: str | None = None,
 ) -> "Arena":
     """Give training steps their memory at planned offsets of one arena.
@@ -44,7 +43,6 @@ def arena(
         exclude: modules whose outputs are kept in ``Arena.outputs`` until the next step begins; or names,
             which ``Arena.exclude_from`` searches for in a model.
         plans: a file that keeps the plans for later runs, which then place their first step, too.
-        history: whether to log every allocation from now on, for ``Arena.trace``.
         device: ``cpu`` or ``cuda``; by default the GPU, if there is one.
 
     Raises:
@@ -81,11 +79,9 @@ def arena(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device in _last:
         _last[device].close()
-    is_used = chosen.optimize_train or chosen.optimize_test or history
+    is_used = chosen.optimize_train or chosen.optimize_test
     memory = _memory_of(device) if is_used else None
-    _last[device] = made = Arena(
-        memory, chosen, ExcludedModuleOutputs(modules, chosen.exclude), path, history=history
-    )
+    _last[device] = made = Arena(memory, chosen, ExcludedModuleOutputs(modules, chosen.exclude), path)
     return made
 
 

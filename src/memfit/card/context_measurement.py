@@ -17,7 +17,6 @@ import msgspec
 
 from memfit.atomic_files import write_output_file
 from memfit.card.detect_card import detect_card
-from memfit.card.nccl_measurement import measure_nccl
 from memfit.devices import Device, context_observations, find_device
 from memfit.errors import FileFormatError, TargetError, UnknownDeviceError
 from memfit.input_files import read_input_file
@@ -80,7 +79,7 @@ def measure_context() -> CardContextReport:
         UnsuitableEnvironmentError: there is no GPU.
         TargetError: PyTorch cannot use it; the message quotes the last lines of its error.
     """
-    card = detect_card("measure the CUDA context")
+    detect_card("measure the CUDA context")
     plain = _probe({})
     if isinstance(plain, str):
         raise TargetError(f"Cannot measure the CUDA context, because PyTorch could not use the GPU:\n{plain}")
@@ -89,7 +88,7 @@ def measure_context() -> CardContextReport:
         probed = _probe(change.environment, cudnn=change.cudnn)
         failed, stages = (probed, ()) if isinstance(probed, str) else ("", probed.stages)
         trials.append(CardContextTrial(change.what, change.why, stages, failed))
-    return replace(plain, trials=tuple(trials), nccl=measure_nccl(card.name, card.count))
+    return replace(plain, trials=tuple(trials))
 
 
 def keep_measured_context(report: CardContextReport) -> Path | None:

@@ -28,8 +28,6 @@ class Card:
     """The newest CUDA version that the driver supports: "13.0"."""
     rehearsal: bool
     """Whether memfit's ghost stands in for the card, so that nothing read from it is a measurement."""
-    count: int = 1
-    """How many GPUs CUDA shows this process."""
 
 
 def detect_card(purpose: str) -> Card:
@@ -70,7 +68,6 @@ def detect_card(purpose: str) -> Card:
         driver=nvml.driver_version() if nvml else "",
         cuda=f"{version.value // 1000}.{version.value % 1000 // 10}",
         rehearsal=is_ghost_loaded(),
-        count=count.value,
     )
 
 

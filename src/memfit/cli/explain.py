@@ -22,7 +22,6 @@ def explain(
     snapshot: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
     html: Html = None,
     source: Annotated[bool, Parameter(group=OUTPUT, negative="--no-source")] = True,
-    chrome: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
     csv: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
     fragmentation: bool = False,
     notes: Notes = False,
@@ -38,17 +37,16 @@ def explain(
         by: Sum the allocated memory by category, module, line or op. The rows add up to the total.
         snapshot: Write the trace to this file as a memory snapshot, for PyTorch's viewer (memory_viz).
         source: Include file names and line numbers in the HTML report.
-        chrome: Write a timeline of each category's memory to this file, as a Chrome trace for Perfetto.
         csv: Write a table of all allocations to this file.
         fragmentation: Also show, at the peaks and at the end of the run, the reserved memory that no tensor
             uses (rounding, holes between blocks, cached segments). Also name the blocks that keep PyTorch
             from returning the largest holes to the GPU.
     """
-    from memfit.api.traces import allocation_table, chrome_trace, write_html
+    from memfit.api.traces import allocation_table, write_html
     from memfit.atomic_files import write_output_file
     from memfit.records import GroupBy
 
-    outputs = {"--snapshot": snapshot, "--html": html, "--chrome": chrome, "--csv": csv}
+    outputs = {"--snapshot": snapshot, "--html": html, "--csv": csv}
     check_output_paths({**outputs, "--json": json_output_file(json)}, {"the input": path})
     trace = memfit.read(path)
     explanation = memfit.explain(trace, at, fragments=fragmentation)
@@ -57,7 +55,6 @@ def explain(
         json,
         (snapshot, partial(memfit.write_snapshot, trace)),
         (html, partial(write_html, trace, explanation.summary, source=source)),
-        (chrome, lambda path: write_output_file(path, chrome_trace(trace))),
         (csv, lambda path: write_output_file(path, allocation_table(trace).encode())),
         by=None if by is None else GroupBy(by),
         notes=notes,

@@ -22,7 +22,7 @@ def insert_dashes_before_script(tokens: list[str], app: App) -> list[str]:
     """Insert ``--`` before the script, so that options after it belong to the script, as with python.
 
     Raises:
-        UsageError: the command is a script or a retired one; an option before the script is unknown; or an
+        UsageError: the command is a script; an option before the script is unknown; or an
             option after it has the name of one of memfit's own: without ``--``, it is not clear which of the
             two the user means.
 
@@ -63,14 +63,10 @@ def insert_dashes_before_script(tokens: list[str], app: App) -> list[str]:
 
 
 def _refuse_what_is_no_command(tokens: list[str], app: App) -> None:
-    """Refuse a script in place of a command, and the command that is retired; say what to write."""
+    """Refuse a script in place of a command; say what to write."""
     if tokens and tokens[0] not in app and (tokens[0].endswith(".py") or tokens[0] in LAUNCHERS):
         typed = shlex.join(tokens)
         raise UsageError(f"No such command: {tokens[0]}. To run a script, write memfit dry-run {typed}")
-    if tokens[:1] == ["job"]:
-        raise UsageError(
-            "memfit job is retired. Write make_job by hand: docs/planning.md (Jobs) does it in twelve lines."
-        )
 
 
 def _values_taken(command: list[str], app: App) -> dict[str, int]:

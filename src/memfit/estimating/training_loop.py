@@ -92,11 +92,7 @@ def _call_model(model: Any, inputs: Any) -> Any:
 
 
 def _loss_of_output(output: Any) -> torch.Tensor:
-    """Return an output's ``.loss``, or else the sum of its tensors that require grad (a dict of losses).
-
-    Raises:
-        ValueError: no tensor in the output requires grad.
-    """
+    """Return an output's ``.loss``, or else the sum of its tensors that require grad (a dict of losses)."""
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):
         return own

@@ -147,11 +147,7 @@ class TrainerPlan:
             scaler.update = partial(scaler.update, self.loss_scale.init_scale)  # type: ignore[method-assign]
 
     def expect_loader(self, loader: Any) -> None:
-        """Check that a loader makes batches of the size that the plan has, as far as both say one.
-
-        Raises:
-            UsageError: the sizes differ.
-        """
+        """Check that a loader makes batches of the size that the plan has, as far as both say one."""
         size = getattr(loader, "batch_size", None) or getattr(loader, "total_batch_size", None)
         if self.batch_size is not None and size is not None and size != self.batch_size:
             raise UsageError(
@@ -161,11 +157,7 @@ class TrainerPlan:
             )
 
     def refuse_in_backward(self, setting: str) -> None:
-        """Refuse a trainer's setting that needs all gradients at once, if the plan steps in the backward.
-
-        Raises:
-            UsageError: it does.
-        """
+        """Refuse a trainer's setting that needs all gradients at once, if the plan steps in the backward."""
         state = self.changes.optimizer_state
         if state is not None and state.step_in_backward:
             raise UsageError(
@@ -187,11 +179,7 @@ def _plan_file(given: Any) -> PlanFile | None:
 
 
 def _expect_allocator(needed: str) -> None:
-    """Check that PyTorch's allocator has the settings that a plan needs.
-
-    Raises:
-        UsageError: it does not have one of them.
-    """
+    """Check that PyTorch's allocator has the settings that a plan needs."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     given = {setting for name in names for setting in os.environ.get(name, "").split(",")}
     if needed and not given.issuperset(needed.split(",")):

@@ -25,9 +25,7 @@ CPU_ALIGNMENT = 64
 2.14.1."""
 
 
-def buffers_of_requests(
-    requests: AllocatorRequests, alignment: int = ALIGNMENT
-) -> dict[tuple[int, int], Buffers]:
+def buffers_of_requests(requests: AllocatorRequests) -> dict[tuple[int, int], Buffers]:
     """Return the buffers of each stream and pool, which must not share memory with each other.
 
     Streams run asynchronously, and a CUDA graph uses its pool at every replay, which the allocator does not
@@ -52,7 +50,7 @@ def buffers_of_requests(
     upper = np.full(len(lower), len(ask))
     freed = np.flatnonzero(np.isin(ask, (RequestKind.FREE, RequestKind.GONE_ON)))
     upper[block[freed]] = freed
-    rounded = -(-size[lower] // alignment) * alignment
+    rounded = -(-size[lower] // ALIGNMENT) * ALIGNMENT
     all_of_them = Buffers(lower, upper, rounded, tuple(event[lower].astype(str).tolist()))
     groups = np.stack([stream[lower], pool[lower]], axis=1)
     return {

@@ -10,7 +10,6 @@ import numpy as np
 from memfit.allocator.requests import AllocatorRequests
 from memfit.errors import UsageError
 from memfit.packing.allocation_lifetimes import (
-    ALIGNMENT,
     buffers_of_repeating_step,
     buffers_of_requests,
     last_full_step,
@@ -88,7 +87,6 @@ def pack_run_memory(
     reserved: tuple[SettingOutcome, ...],
     sure: Provenance,
     *,
-    alignment: int = ALIGNMENT,
     capacity: int | None = None,
     seconds: float,
     on_progress: Callable[[str], None] = lambda _: None,
@@ -99,7 +97,6 @@ def pack_run_memory(
         requests: ``requests(trace)``.
         reserved: what PyTorch's allocator reserves in the same run.
         sure: provenance of the requested sizes.
-        alignment: offsets are multiples of this many bytes.
         capacity: bytes that are enough for all streams and pools together; None: as few as possible.
         seconds: approximate time limit.
         on_progress: called with a description of each attempt.
@@ -107,7 +104,7 @@ def pack_run_memory(
     Raises:
         UsageError: the script requested no memory.
     """
-    lives = buffers_of_requests(requests, alignment)
+    lives = buffers_of_requests(requests)
     step, begin, end = last_full_step(requests) or (0, 0, len(requests.ask))
     # Each replay of a CUDA graph reuses the memory of its pool, freed or not; all other memory is allocated
     # again in each step.

@@ -23,6 +23,7 @@ from memfit.planning.optimizer_state_changes import (
     OptimizerChangesToTry,
     bytes_of_category_at_peak,
     has_all_optimizer_settings_of,
+    least_time_with_state_offloaded,
     offloads_state,
     optimizer_state_changes,
 )
@@ -167,7 +168,7 @@ class CheckpointingBases:
         """Yield the last start's root that needs least, under each change of the optimizer worth a run."""
         optimizer = None if self._plain.operations is None else self._plain.operations.optimizer
         changes = OptimizerChangesToTry(
-            self._starts[-1], self._allowed, self._runs.budget, self._copies_of_state
+            self._starts[-1], self._allowed, self._runs.budget, self._least_time_with_state_offloaded
         )
         while change := changes.next(self._runs.tried, self._runs.chosen):
             plan = self._least.change | replace(change, optimizer=optimizer)
@@ -188,13 +189,18 @@ class CheckpointingBases:
         fused = self._lower(base, base.change | FUSED_OPTIMIZER)
         return fused if isinstance(fused, CheckpointingBase) else base
 
-    def _copies_of_state(self) -> float:
-        """Return the time of copying the optimizer's state to the host and back, relative to a step."""
+    def _least_time_with_state_offloaded(self) -> float:
+        written = self._runs.written
+        busy = self.step if written is None else written.gpu_seconds
+        return least_time_with_state_offloaded(self.step, busy, self._seconds_to_copy_state())
+
+    def _seconds_to_copy_state(self) -> float:
+        """Return the seconds of copying the optimizer's state to the host and back: both at the same time."""
         state = max(
             bytes_of_category_at_peak(run, Category.OPTIMIZER_STATE)
             for run in (*self._starts, *self._runs.tried)
         )
-        return self._script.copy(state) / self.step
+        return self._script.copy(state) / 2
 
     def _lower(self, base: CheckpointingBase, plan: Change) -> CheckpointingBase | ScriptEnd | None:
         """Run the script under a change; return it as a base, or nothing if it needs no less than another."""
@@ -219,7 +225,7 @@ class CheckpointingBases:
         if result.operations is None or not self._passes:
             return INFINITY
         passes = plan.parts * forward_and_backward_seconds(result.operations, self._script.seconds)
-        copies = self._copies_of_state() if offloads_state(plan) else 0.0
+        copies = self._seconds_to_copy_state() / self.step if offloads_state(plan) else 0.0
         return passes / self._passes + self._runs.more_in_slices(plan) + copies
 
     def offloading(self, base: CheckpointingBase) -> CheckpointingBase:

@@ -250,9 +250,9 @@ def _fastest(fitting: Sequence[BatchRun]) -> int | None:
 
 def _samples_per_second(time: StepTime | None) -> tuple[float, float, float]:
     """Return the rate as predicted, and at both ends of the interval; zeros if it is not known."""
-    if time is None:
+    if time is None or time.samples is None:
         return 0.0, 0.0, 0.0
-    return time.samples_per_second, time.samples / time.low, time.samples / time.high
+    return time.samples / time.seconds, time.samples / time.low, time.samples / time.high
 
 
 def _per_sample(runs: Sequence[BatchRun], largest: int | None) -> Figure | None:

@@ -21,8 +21,6 @@ from memfit.records.card_context import (
     CardContextReport,
     CardContextStage,
     CardContextTrial,
-    NcclMeasurement,
-    NcclStage,
     ProcessMemory,
 )
 from memfit.records.dry_run import (

@@ -42,28 +42,6 @@ class CardContextTrial:
 
 
 @dataclass(frozen=True, slots=True)
-class NcclStage:
-    """What NCCL held of its own on rank 0, at one stage of its use. Bytes."""
-
-    what: str
-    """What the process group had just done: "first all-reduce"."""
-    held: int
-    """Outside PyTorch's allocator, less what was held before NCCL was used."""
-    rule: int | None
-    """What a dry run assumes; None for a card that memfit does not know."""
-
-
-@dataclass(frozen=True, slots=True)
-class NcclMeasurement:
-    """What a communicator over all GPUs of a machine takes."""
-
-    ranks: int
-    stages: tuple[NcclStage, ...]
-    failed: str = ""
-    """The last lines of the error, if it could not be measured; then there are no stages."""
-
-
-@dataclass(frozen=True, slots=True)
 class CardContextReport:
     """What a process holds on a card, stage by stage, and what changes it."""
 
@@ -84,5 +62,3 @@ class CardContextReport:
     """The date: "2026-05-17"."""
     stages: tuple[CardContextStage, ...]
     trials: tuple[CardContextTrial, ...] = ()
-    nccl: NcclMeasurement | None = None
-    """None with a single GPU."""

@@ -162,7 +162,8 @@ class GpusFor(PrintableResult):
     json_description = "What ``memfit gpus --for --json`` writes."
 
     plans: tuple[ScriptPlan, ...]
-    """A GPU each, in ascending order of their memory, which is the plan's budget."""
+    """A GPU each, whose memory is the plan's budget. First those with a price, the cheapest run first; then
+    the others, in ascending order of their memory."""
     failed: Mapping[str, str]
     """By GPU: why the script as written does not run on it, such as a PyTorch without kernels for it."""
     command: tuple[str, ...]

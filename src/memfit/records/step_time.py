@@ -52,22 +52,22 @@ class StepTime:
     utilization: float
     """Floating-point operations of products, convolutions and attentions, as a share of what the card's data
     sheet promises for this time."""
-    samples: int
-    """That a step trains on, if memfit found out; otherwise 0."""
-    tokens: int
+    samples: int | None
+    """That a step trains on; None if memfit did not find out."""
+    tokens: int | None
     """The same of tokens."""
     communication: CommunicationTime | None = None
     """None if the step has no collectives, as on one GPU. With several, all figures are of one rank."""
 
     @property
-    def samples_per_second(self) -> float:
-        """Samples that it trains on in a second; 0 if that is not known."""
-        return self.samples / self.seconds
+    def samples_per_second(self) -> float | None:
+        """Samples that it trains on in a second; None if that is not known."""
+        return None if self.samples is None else self.samples / self.seconds
 
     @property
-    def tokens_per_second(self) -> float:
+    def tokens_per_second(self) -> float | None:
         """The same of tokens."""
-        return self.tokens / self.seconds
+        return None if self.tokens is None else self.tokens / self.seconds
 
     @property
     def is_bound_by_host(self) -> bool:

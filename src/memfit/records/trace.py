@@ -191,7 +191,6 @@ class MachineKind(StrEnum):
     CARD = "card"  # a real GPU
     REHEARSAL = "rehearsal"  # a recording with the ghost in place of the card: nothing was measured
     UNKNOWN = "unknown"  # a snapshot, which does not record it
-    CPU = "cpu"  # CPU tensors, no GPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,9 +91,6 @@ def _driver(device: Device) -> Figure | None:
 def _visible_devices(variable: str | None) -> int:
     """Return how many devices the script will see, as the CUDA runtime reads ``CUDA_VISIBLE_DEVICES``.
 
-    Raises:
-        UsageError: the script would see no device.
-
     >>> _visible_devices("0, 2,-1,3"), _visible_devices(None)
     (2, 1)
     """

@@ -137,11 +137,7 @@ def _check_source(path: Path) -> None:
 
 
 def _check_encoding(source: bytes) -> None:
-    """Check what ``compile`` does not when it gets bytes: comments, too, must be in the declared encoding.
-
-    Raises:
-        SyntaxError: a byte is not.
-    """
+    """Check what ``compile`` does not when it gets bytes: comments, too, must be in the declared encoding."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
     except SyntaxError:  # no such encoding, which compile says; or these lines are not UTF-8

@@ -105,11 +105,7 @@ def apply(model: nn.Module, plan: Any, *, optimizer: Optimizer | None = None) ->
 
 
 def _expect_optimizer(plan: Plan, optimizer: Optimizer | None) -> None:
-    """Check that there is an optimizer if the plan has settings for one.
-
-    Raises:
-        UsageError: there is none; or the model is to be sharded, which replaces its parameters.
-    """
+    """Check that there is an optimizer if the plan has settings for one."""
     if plan.optimizer_state is None:
         return
     if optimizer is None:

@@ -235,11 +235,7 @@ def _divisor(
 
 
 def _expect_sliceable(head: nn.Module) -> None:
-    """Refuse heads whose gradients or statistics would be wrong.
-
-    Raises:
-        UsageError: the head is one.
-    """
+    """Refuse heads whose gradients or statistics would be wrong."""
     tensors = sys.modules.get("torch.distributed.tensor")
     name = type(head).__name__
     if sharding_of_model(head) is not None or (

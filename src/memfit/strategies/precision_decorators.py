@@ -137,11 +137,7 @@ def _context(low: torch.dtype, device: str, *, lowers: bool, autocast: bool) -> 
 
 
 def _signature(name: str, method: Any, names: tuple[str, ...]) -> inspect.Signature:
-    """Return the signature of a method that can be decorated.
-
-    Raises:
-        UsageError: it cannot be, or it lacks a named argument.
-    """
+    """Return the signature of a method that can be decorated."""
     if not inspect.isfunction(method):
         raise UsageError(
             f"@{name} is for methods of torch.nn.Module, but was applied to a "

@@ -157,11 +157,7 @@ def _file(given: str | PathLike[str]) -> Mapping[str, Any]:
 
 
 def _expect_plain(given: Any, name: str, levels: int) -> None:
-    """Check that a value consists of the types that JSON and TOML have: objects may run code when read.
-
-    Raises:
-        UsageError: it does not, or it is nested too deeply.
-    """
+    """Check that a value consists of the types that JSON and TOML have: objects may run code when read."""
     if not levels:
         raise UsageError(f"{name} is nested more than {_MAX_DEPTH} levels deep.")
     if isinstance(given, Mapping):
@@ -279,11 +275,7 @@ def _compared(setting: TranslatedSetting) -> Any:
 
 
 def _build(strategy: type, values: dict[str, Any], given: str) -> Any:
-    """Return a strategy's settings.
-
-    Raises:
-        UsageError: the strategy refuses a value.
-    """
+    """Return a strategy's settings."""
     try:
         return strategy(**values)
     except UsageError as error:

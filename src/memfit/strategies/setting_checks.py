@@ -40,11 +40,7 @@ def check_setting_types(settings: Any, strategy: str) -> None:
 
 
 def _converted(value: Any, kind: Any, what: str) -> Any:
-    """Return a tuple of settings whose parts were given as dictionaries, as in JSON.
-
-    Raises:
-        UsageError: a part has a setting that does not exist, or a wrong value.
-    """
+    """Return a tuple of settings whose parts were given as dictionaries, as in JSON."""
     parts = get_args(kind)
     if not (parts and is_dataclass(parts[0]) and isinstance(value, list | tuple)):
         return value

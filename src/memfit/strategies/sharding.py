@@ -250,11 +250,7 @@ def _torch_dtype(name: Dtype | None) -> torch.dtype | None:
 
 
 def check_optimizer_holds_parameters_of(model: nn.Module, optimizer: "Optimizer") -> None:
-    """Check that an optimizer holds parameters of a sharded model.
-
-    Raises:
-        UsageError: it holds none.
-    """
+    """Check that an optimizer holds parameters of a sharded model."""
     ours = {id(parameter) for parameter in model.parameters()}
     if not any(id(each) in ours for each in parameters_of(optimizer)):
         raise UsageError(

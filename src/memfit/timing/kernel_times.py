@@ -211,10 +211,10 @@ def find_coefficients(kind: str, device: Device, *, without_own: bool = False) -
         without_own: pass over the card's own.
     """
     table = kernel_table()["kind"][kind]
-    cards, name = table.get("card", {}), device.name.split(":")[0]  # a slice of a card has the card's
+    cards, name = table.get("card", {}), _card(device)
     if name in cards and not without_own:
         own = cards[name]
-        return CardFit(own, own["spread"], own["long"], Basis.CARD)
+        return CardFit(_under_load(own, device, kind), own["spread"], own["long"], Basis.CARD)
     if "assumed" in table:
         return CardFit(table["assumed"], table["spread"], table["spread"], Basis.DATA_SHEET)
     if "like" in table:
@@ -254,19 +254,24 @@ def carried_over(
     """
     product = kernel_table()["kind"][kind].get("scaled_by")
     if product is None:
-        return _under_load(values, device, kind)
+        return values if without_own else _under_load(values, device, kind)
     own = find_coefficients(product, device, without_own=without_own).values
     its = find_coefficients(product, measured_device(near)).values
     scale = share_of_large_product(own) / share_of_large_product(its)
     return {**values, "arithmetic": values["arithmetic"] * scale}
 
 
+def _card(device: Device) -> str:
+    """Return the name of a card, also of one that a device is a slice of."""
+    return device.name.split(":")[0]
+
+
 def _under_load(values: Coefficients, device: Device, kind: str) -> Coefficients:
-    """Return a relative's coefficients, with the clock of tensor cores if the table knows the card's own."""
-    known = kernel_table()["under_load"].get(device.name)
-    if known is None or not kind.endswith("_16"):
-        return values
-    return {**values, "arithmetic": values["arithmetic"] * known["boost"], "sustained": known["sustained"]}
+    """Return coefficients as they are under load, where the table knows that of the card itself."""
+    known = kernel_table()["under_load"].get(kind, {}).get(_card(device), {})
+    if "boost" in known:
+        values = {**values, "arithmetic": values["arithmetic"] * known["boost"]}
+    return {**values, "sustained": known["sustained"]} if "sustained" in known else values
 
 
 def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | None:
@@ -282,7 +287,9 @@ def nearest_relative(device: Device, names: list[str], kind: str = "") -> str | 
     'L40S'
     """
     collective = kind in COLLECTIVES
-    preferred = next((name for name in kernel_table()["prefer"].get(device.name, ()) if name in names), None)
+    preferred = next(
+        (name for name in kernel_table()["prefer"].get(_card(device), ()) if name in names), None
+    )
     by_products = "scaled_by" in kernel_table()["kind"].get(kind, {})
     if preferred is not None and not (collective or by_products):
         return str(preferred)

@@ -266,8 +266,8 @@ _HOST_SPREAD = 0.5
 """Of the host's time; assumed: processors differ as much."""
 
 
-def samples_and_tokens(step: WholeStep, labels: Sequence[EventLabel]) -> tuple[int, int]:
-    """Return how many samples and tokens the step trains on, as far as its operations say; 0 for unknown.
+def samples_and_tokens(step: WholeStep, labels: Sequence[EventLabel]) -> tuple[int | None, int | None]:
+    """Return how many samples and tokens the step trains on, as far as its operations say.
 
     The first embedding of indices, or else the first convolution, of the forward has a sample per row of its
     input; micro-batches run it again, in the same module. Where a step has several updates with forwards
@@ -278,7 +278,7 @@ def samples_and_tokens(step: WholeStep, labels: Sequence[EventLabel]) -> tuple[i
         operation, place = step.operations[number], labels[label]
         has_updated |= place.phase is Phase.OPTIMIZER
         if has_updated and place.phase is Phase.FORWARD:
-            return 0, 0
+            return None, None
         kind = operation.name.partition(".")[2].partition(".")[0]
         place_in = {"embedding": 1, "convolution": 0, "cudnn_convolution": 0}.get(kind)
         if place.phase is not Phase.FORWARD or place_in is None or len(operation.operands) <= place_in:
@@ -288,4 +288,4 @@ def samples_and_tokens(step: WholeStep, labels: Sequence[EventLabel]) -> tuple[i
             found = kind, place.module
             samples += shape[0]
             tokens += math.prod(shape) if kind == "embedding" else 0
-    return samples, tokens
+    return samples or None, tokens or None

@@ -24,7 +24,6 @@ from memfit.strategies.precision import autocast_of_model
 from memfit.train.accumulation_ledger import AccumulationLedger, AccumulationWindowCopy
 from memfit.train.accumulation_window import AccumulationWindow, StepResult
 from memfit.train.arena_steps import ArenaSteps
-from memfit.train.cuda_graphs import StepCudaGraphs
 from memfit.train.ranks.rank_agreement import RAN_OUT, PeerOutOfMemoryError, is_out_of_memory
 from memfit.train.step_snapshots import StepSnapshot, StepSnapshots
 from memfit.train.training_job import Loss
@@ -93,11 +92,10 @@ class DividedBatchStepper:
         if gathered is not None and gathered.done and ledger.window is None:
             ledger.open(gathered, pads=True)  # a run that resumed inside it
         before = ledger.copy_window() if self._retry else None
-        graphs = ledger.update.graphs
         step = _NO_CONTEXT
         if self._arena_steps.arena is not None:
             step = self._arena_steps.train(batches, *self._differences(gathered, closes=closes))
-        with step, _NO_CONTEXT if graphs is None else graphs.window():
+        with step:
             try:
                 window = self._process(batches, gathered, samples, self.finer, snapshot, before)
                 while window is None:
@@ -289,14 +287,6 @@ class DividedBatchStepper:
         self, window: AccumulationWindow, part: Any, total: int, size: float, *, completes: bool = True
     ) -> None:
         """Run forward and backward on a part, whose mean loss counts for ``size`` of ``total``."""
-        graphs = self._ledger.update.graphs
-        if graphs is not None:
-            replayed = self._replay_graph(graphs, part, total / size)
-            if replayed is not None:
-                window.total = float(total)
-                window.add(replayed, None, share=float(size), completes=completes)
-                self._ledger.count(window, replayed)
-                return
         if self._ledger.gradients.reduces_in_backward:
             self._last_part = _shallow_copy(part)
         loss = self._loss(part)
@@ -316,21 +306,6 @@ class DividedBatchStepper:
     def _loss(self, part: Any) -> torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]:
         with autocast_of_model(self._precision, self._model):
             return self._loss_of(self._model, part)
-
-    def _replay_graph(self, graphs: StepCudaGraphs, part: Any, divisor: float) -> torch.Tensor | None:
-        """Run forward and backward as a CUDA graph; return None if they must run without one."""
-
-        def backward(part: Any) -> torch.Tensor:
-            loss = self._loss(part)
-            if isinstance(loss, tuple):
-                raise UsageError(
-                    "cuda_graphs needs a loss function that returns the mean loss, not a pair (sum, "
-                    "weight). memfit would have to read the weight from the GPU."
-                )
-            (loss if divisor == 1.0 else loss / divisor).backward()  # type: ignore[no-untyped-call]
-            return loss.detach()
-
-        return graphs.accumulate(backward, part, divisor)
 
 
 def _shallow_copy(batch: Any) -> Any:

@@ -259,9 +259,6 @@ def check_watched_metrics(callbacks: "Iterable[Callback]", names: "Collection[st
     """Check that the metrics that callbacks watch are among those that ``fit`` validates.
 
     If it validates none, a callback may call ``engine.validate`` itself: only the end of the epoch shows.
-
-    Raises:
-        UsageError: one is not.
     """
     for callback in callbacks:
         if names and callback.watched and callback.watched not in names:

@@ -52,8 +52,6 @@ class Engine(ResumableRun):
         callbacks: called at the events of training.
         size: ``size(batch)`` returns the number of samples of a custom batch type.
         split: ``split(batch, sizes)`` returns the parts of a custom batch type.
-        cuda_graphs: use two CUDA graphs, one that accumulates and one that updates: for models whose kernels
-            take less time than their launches.
         retry: start a batch again in smaller parts when memory runs out, and split later ones alike. Without
             it buffers and random numbers are not copied, and stay as a failed step leaves them.
         protect: when to copy parameters and optimizer state to the host before an update, so that running
@@ -89,7 +87,6 @@ class Engine(ResumableRun):
         callbacks: Iterable[Callback] = (),
         size: Callable[[Any], int] | None = None,
         split: Callable[[Any, list[int]], list[Any]] | None = None,
-        cuda_graphs: bool = False,
         retry: bool = True,
         protect: Protect = "auto",
     ) -> None:
@@ -98,7 +95,7 @@ class Engine(ResumableRun):
         norm, arena = configuration.clipped_to(job.max_grad_norm), configuration.arena is not None
         self._arena_steps = ArenaSteps(configuration.arena, job.model)
         self.model, update, gradients = set_up_engine(
-            job, configuration.plan, norm, cuda_graphs=cuda_graphs, retry=retry, protect=protect, arena=arena
+            job, configuration.plan, norm, retry=retry, protect=protect, arena=arena
         )
         self.plan, self._ranks = configuration.plan, gradients.ranks
         self.optimizer, self.scheduler = update.optimizer, update.scheduler
@@ -322,7 +319,6 @@ class Engine(ResumableRun):
         where the state was saved: pass the same data. With ``remainder="carry"`` the last window may stay
         open: the next epoch continues it, or ``flush`` makes an update of it.
         """
-        self._expect_no_graphs()
         self._accumulation.expect_gathered("engine.windows")
         ledger, carries = self._ledger, self._accumulation.remainder == "carry"
         for group in gather_batches_by_window(ledger, self._accumulation, loader):
@@ -353,7 +349,6 @@ class Engine(ResumableRun):
         """
         ledger = self._ledger
         window = ledger.window
-        self._expect_no_graphs()
         if window is None:
             self._accumulation.expect_gathered("engine.backward")
             window = ledger.open(AccumulationWindow(self._accumulation.steps, by_hand=True))
@@ -361,13 +356,6 @@ class Engine(ResumableRun):
             ledger.backward(window, loss, weight)
         ledger.position.confirm()
         return ledger.close(window) if window.by_hand and window.done == window.planned else None
-
-    def _expect_no_graphs(self) -> None:
-        if self._ledger.update.graphs is not None:
-            raise UsageError(
-                "cuda_graphs=True works only if the engine runs forward and backward, but your own training "
-                "loop runs them. Use engine.fit or engine.step, or leave out cuda_graphs."
-            )
 
     def drop(self) -> None:
         """Drop an open window and its gradients: after a failed backward in your own training loop."""

@@ -35,7 +35,6 @@ from memfit.strategies.sharding import (
     sharding_of_model,
     world_size,
 )
-from memfit.train.cuda_graphs import prepare_step_cuda_graphs
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
 from memfit.train.ranks.rank_agreement import (
@@ -46,7 +45,7 @@ from memfit.train.ranks.rank_agreement import (
 )
 from memfit.train.ranks.rank_gradients import BUCKET_BYTES, RankGradients, ReplicaGradients, ShardGradients
 from memfit.train.training_job import Job, learning_rate_schedule_of
-from memfit.train.window_gradients import GradientSums, gradient_sums_of_model
+from memfit.train.window_gradients import gradient_sums_of_model
 
 _CALL = "memfit.Engine"  # as errors name it
 
@@ -60,7 +59,6 @@ def set_up_engine(
     plan: Plan,
     max_grad_norm: float | None,
     *,
-    cuda_graphs: bool,
     retry: bool,
     protect: Protect,
     arena: bool,
@@ -70,7 +68,7 @@ def set_up_engine(
     Raises:
         UsageError: the plan does not suit them, or the ranks have different settings.
     """
-    _check_trainable_by_ranks(job.model, plan, cuda_graphs=cuda_graphs, arena=arena)
+    _check_trainable_by_ranks(job.model, plan, arena=arena)
     ranks = ranks_of_job()
     options = {
         "max_grad_norm": max_grad_norm,
@@ -83,9 +81,7 @@ def set_up_engine(
     with ExitStack() as undo:
         undo.callback(apply.revert, job.model)
         try:
-            model, update, gradients = _set_up(
-                job, plan, ranks, max_grad_norm, cuda_graphs=cuda_graphs, protect=protect
-            )
+            model, update, gradients = _set_up(job, plan, ranks, max_grad_norm, protect)
         except Exception as error:
             ranks.report(error, _CALL, waiting=False)  # the others may be inside a broadcast
             raise
@@ -95,13 +91,7 @@ def set_up_engine(
 
 
 def _set_up(
-    job: Job,
-    plan: Plan,
-    ranks: SingleRank,
-    max_grad_norm: float | None,
-    *,
-    cuda_graphs: bool,
-    protect: Protect,
+    job: Job, plan: Plan, ranks: SingleRank, max_grad_norm: float | None, protect: Protect
 ) -> PreparedEngineParts:
     model, precision = job.model, plan.precision or Precision("fp32")
     accumulation = plan.accumulation or Accumulation()
@@ -126,8 +116,6 @@ def _set_up(
     if plan.sharding is not None and plan.sharding.mode == "zero1":  # without float32 copies
         optimizer = plan.sharding.optimizer(optimizer, model)
     sums = gradient_sums_of_model(model, accumulation, masters)
-    if cuda_graphs:
-        _expect_capturable(precision, sums, state)
     if accumulation.several:
         warn_of_batch_norms(model, "each micro-batch of a window")
     update = OptimizerUpdate(
@@ -139,7 +127,6 @@ def _set_up(
         model,
         max_grad_norm=max_grad_norm,
         protect=protect,
-        graphs=prepare_step_cuda_graphs(optimizer) if cuda_graphs else None,
         on_optimizer=on_optimizer,
         ranks=ranks,
     )
@@ -163,20 +150,6 @@ def _undo_on_revert(plain: nn.Module, update: OptimizerUpdate, gradients: RankGr
         apply.add_step_to_revert(plain, hook.remove)
 
 
-def _expect_capturable(precision: Precision, sums: GradientSums | None, state: OptimizerState) -> None:
-    for in_use, what in (
-        (
-            precision.loss_scale,
-            "fp16: the CPU must read from the GPU whether to apply each step. Choose bf16",
-        ),
-        (sums, "gradients summed in another dtype (for master_weights, gradient_dtype or low precision)"),
-        (state.step_in_backward, "step_in_backward"),
-        (state.offload, "optimizer_state.offload: captured kernels read the state at a fixed address"),
-    ):
-        if in_use:
-            raise UsageError(f"cuda_graphs cannot be combined with {what}.")
-
-
 def _restore_float32_parameters(reference: "ref[OptimizerUpdate]") -> None:
     """Write the float32 copies to the model's parameters, and have the optimizer update those again."""
     update = reference()
@@ -192,12 +165,8 @@ _ADD_SHARDING = (
 )
 
 
-def _check_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool, arena: bool) -> None:
-    """Check that an engine can train a model on the ranks that there are.
-
-    Raises:
-        UsageError: it is not sharded, is sharded twice, or the plan has what several ranks cannot use.
-    """
+def _check_trainable_by_ranks(model: nn.Module, plan: Plan, *, arena: bool) -> None:
+    """Check that an engine can train a model on the ranks that there are."""
     found = sharding_of_model(model)
     if found is not None and plan.sharding is not None:
         raise UsageError(
@@ -239,7 +208,6 @@ def _check_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool
         ),
         (arena, "an arena, which has not been tested with the buffers of collective operations"),
         (sharding.static_graph, "static_graph: the engine reduces gradients after the last backward"),
-        (cuda_graphs, "cuda_graphs: the ranks must agree between the backwards and the update"),
         (
             state is not None and state.step_in_backward,
             "step_in_backward: gradients are weighed by the data of all ranks when the last backward is done",
@@ -262,11 +230,7 @@ def _broadcast_model_from_first_rank(model: nn.Module, ranks: SingleRank) -> Non
 
 
 def _rank_gradients_of(model: nn.Module, ranks: SingleRank) -> RankGradients:
-    """Return how the gradients of a model become one mean.
-
-    Raises:
-        UsageError: the model is sharded over a part of the ranks.
-    """
+    """Return how the gradients of a model become one mean."""
     inside = module_without_compile_wrapper(model)
     if isinstance(inside, DistributedDataParallel):
         if (own := inside.process_group.size()) != world_size():
@@ -289,11 +253,7 @@ def _rank_gradients_of(model: nn.Module, ranks: SingleRank) -> RankGradients:
 def _check_gradients_are_reduced(
     optimizer: torch.optim.Optimizer, sharding: Sharding | None, model: nn.Module, ranks: SingleRank
 ) -> None:
-    """Check that the gradients of all parameters of an optimizer are reduced.
-
-    Raises:
-        UsageError: some are not the model's, such as a loss's temperature, or none is.
-    """
+    """Check that the gradients of all parameters of an optimizer are reduced."""
     if sharding is not None:
         check_optimizer_holds_parameters_of(model, optimizer)
     ours = set(model.parameters())
@@ -323,11 +283,7 @@ def _mesh_sizes(model: nn.Module) -> Iterator[int]:
 def _optimizer_of_sharded_model(
     job: Job, sharding: Sharding | None, model: nn.Module
 ) -> torch.optim.Optimizer:
-    """Return a job's optimizer, made of the sharded model's parameters if the job has a function for it.
-
-    Raises:
-        UsageError: it, or the scheduler, was created from what the sharding replaces.
-    """
+    """Return a job's optimizer, made of the sharded model's parameters if the job has a function for it."""
     if not isinstance(job.optimizer, torch.optim.Optimizer):
         return job.optimizer(model.parameters())
     name = type(job.optimizer).__name__

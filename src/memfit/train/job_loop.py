@@ -53,9 +53,6 @@ def _load_job(target: str) -> tuple[Job, Callable[[int], Any]]:
     Args:
         target: ``FILE.py:FUNCTION``.
 
-    Raises:
-        UsageError: there is no such file or function, it returns no ``Job``, or one that makes no batches.
-
     >>> _load_job("nowhere.py:make_job")
     Traceback (most recent call last):
     memfit.errors.UsageError: There is no file nowhere.py. Write the path of one: FILE.py:FUNCTION.

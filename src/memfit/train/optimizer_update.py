@@ -22,7 +22,6 @@ from memfit.errors import TornUpdateError, UsageError
 from memfit.recording.optimizer_accessors import parameters_of
 from memfit.strategies.apply import AppliedToOptimizer
 from memfit.strategies.mechanisms.master_weights import round_copies_into_parameters
-from memfit.train.cuda_graphs import StepCudaGraphs
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.ranks.rank_agreement import SingleRank, is_out_of_memory
 from memfit.train.step_snapshots import OptimizerBackup
@@ -54,7 +53,6 @@ class OptimizerUpdate:
         protect: when to copy parameters and states to the host before the step, so that they can be restored
             if memory runs out inside it. ``"auto"``: the first time, when states are allocated, and after
             the allocator had to release its cache.
-        graphs: steps in the optimizer's place and zeroes gradients, if the step was captured.
         on_optimizer: its settings, as they were applied.
         ranks: that update together: all copy before an update, or none.
 
@@ -73,7 +71,6 @@ class OptimizerUpdate:
         *,
         max_grad_norm: float | None,
         protect: Protect,
-        graphs: StepCudaGraphs | None,
         on_optimizer: AppliedToOptimizer,
         ranks: SingleRank,
     ) -> None:
@@ -86,13 +83,12 @@ class OptimizerUpdate:
             )
         self.optimizer, self.schedule, self.scaler = optimizer, schedule, scaler
         self.scheduler = schedule.scheduler
-        self.gradients, self.masters = WindowGradients(optimizer, sums, graphs), masters
+        self.gradients, self.masters = WindowGradients(optimizer, sums), masters
         self._model = list(model.parameters())
         self._ordered: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
         self._max_grad_norm, self._protect, self._ranks = max_grad_norm, protect, ranks
         self._devices = {parameter.device for parameter in parameters_of(optimizer) if parameter.is_cuda}
         self._cache_releases, self._most_gradients = self._count_cache_releases(), 0
-        self.graphs = graphs
         self.offloaded, self.in_backward = on_optimizer.offloaded, on_optimizer.in_backward
         if self.in_backward is not None:
             self.in_backward.active = False
@@ -208,7 +204,7 @@ class OptimizerUpdate:
 
     def _step(self) -> None:
         try:
-            (self.graphs or self.optimizer).step()
+            self.optimizer.step()
         except RuntimeError as error:
             if _REFUSED_BY_DTENSOR.search(str(error)) is None:
                 raise

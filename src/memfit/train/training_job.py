@@ -112,11 +112,7 @@ class SchedulerAndInterval:
             self.scheduler.step(metrics[self.metric])
 
     def expect_metric(self, names: Collection[str]) -> None:
-        """Check that the metric that the scheduler watches is among those that are computed.
-
-        Raises:
-            UsageError: it is not.
-        """
+        """Check that the metric that the scheduler watches is among those that are computed."""
         if self.metric is not None and self.metric not in names:
             known = f"The metrics are {', '.join(names)}." if names else "Nothing is validated."
             raise UsageError(
@@ -137,11 +133,7 @@ class SchedulerAndInterval:
 
 
 def _check_schedule(job: Job) -> None:
-    """Check that a job says when its scheduler steps.
-
-    Raises:
-        UsageError: it does not, or contradicts itself.
-    """
+    """Check that a job says when its scheduler steps."""
     interval, metric, known = job.scheduler_interval, job.scheduler_metric, get_args(Interval)
     if interval is not None and interval not in known:
         raise UsageError(f"scheduler_interval must be one of {', '.join(known)}, not {interval!r}.")

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from memfit.errors import UsageError
 from memfit.recording.optimizer_accessors import drop_gradients
 from memfit.strategies.accumulation import Accumulation
-from memfit.train.cuda_graphs import StepCudaGraphs
 
 
 class WindowGradients:
@@ -25,13 +24,10 @@ class WindowGradients:
     Args:
         optimizer: updates the parameters.
         sums: hold the gradients that are not summed in their parameters' dtype.
-        graphs: refer to the gradients, which therefore stay allocated.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, sums: "GradientSums | None", graphs: StepCudaGraphs | None
-    ) -> None:
-        self._optimizer, self.sums, self._graphs = optimizer, sums, graphs
+    def __init__(self, optimizer: torch.optim.Optimizer, sums: "GradientSums | None") -> None:
+        self._optimizer, self.sums = optimizer, sums
         self.kept: KeptGradients | None = None
         """Gradients that are zeroed in place."""
 
@@ -55,7 +51,7 @@ class WindowGradients:
                 yield parameter, parameter.grad
 
     def set(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Continue a window from a copied or saved gradient; CUDA graphs keep the tensor they refer to."""
+        """Continue a window from a copied or saved gradient."""
         if self.sums is not None and self.sums.has(parameter):
             self.sums.set(parameter, gradient)
         elif parameter.grad is None:
@@ -87,9 +83,7 @@ class WindowGradients:
 
     def clear(self) -> None:
         """Drop all gradients, or zero those that stay allocated."""
-        if self._graphs is not None:
-            self._graphs.zero_grad()
-        elif self.kept is not None:
+        if self.kept is not None:
             self.kept.clear()
         else:
             drop_gradients(self._optimizer)

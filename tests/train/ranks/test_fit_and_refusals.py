@@ -55,7 +55,6 @@ def test_metrics_and_callbacks_see_the_samples_of_all_ranks(two_ranks, mode):
         ("conflict", "It would copy gathered parameters"),
         ("frozen later", "Freeze or unfreeze parameters (requires_grad) before creating the engine"),
         ("tensor parallel", "tensor and pipeline parallelism are not supported"),
-        ("cuda graphs", "cuda_graphs"),
         ("arena", "an arena"),
         ("Rprop of shards", "Rprop cannot update parameters that fully_shard divides among the ranks"),
         ("no sync", "None of the optimizer's parameters received a gradient"),

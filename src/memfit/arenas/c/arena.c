@@ -2,7 +2,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "arena.h"
 
@@ -89,17 +88,6 @@ static int64_t offset_for(arena *a, int64_t size, uintptr_t lane)
     return -1;
 }
 
-static void log_request(request_log *log, const void *pointer, int64_t size, uintptr_t lane)
-{
-    logged_request *place = log->count < log->limit ? array_append(log) : NULL;
-    struct timespec now;
-    if (!place)
-        return;
-    clock_gettime(CLOCK_REALTIME, &now);
-    int64_t time = (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
-    *place = (logged_request){(uint64_t)(uintptr_t)pointer, size, time, lane};
-}
-
 void *arena_allocate(arena *a, int64_t size, uintptr_t lane)
 {
     if (size <= 0)
@@ -107,8 +95,6 @@ void *arena_allocate(arena *a, int64_t size, uintptr_t lane)
     pthread_mutex_lock(&a->lock);
     int64_t offset = a->mode == PLACING ? offset_for(a, size, lane) : -1;
     void *place = offset < 0 ? NULL : a->base + offset;
-    if (place)
-        log_request(&a->log, place, size, lane);
     pthread_mutex_unlock(&a->lock);
     return place;
 }
@@ -120,7 +106,6 @@ void arena_record(arena *a, const void *pointer, int64_t size, uintptr_t lane)
     pthread_mutex_lock(&a->lock);
     if (a->mode == RECORDING && lane == a->lane)
         recorder_add(&a->recorder, pointer, size);
-    log_request(&a->log, pointer, size, lane);
     pthread_mutex_unlock(&a->lock);
 }
 
@@ -131,7 +116,7 @@ void arena_share(arena *a, const void *pointer)
     pthread_mutex_unlock(&a->lock);
 }
 
-int arena_free(arena *a, const void *pointer, uintptr_t lane)
+int arena_free(arena *a, const void *pointer)
 {
     const char *at = pointer;
     int is_here = a->base && at >= a->base && at < a->base + a->address_bytes;
@@ -140,7 +125,6 @@ int arena_free(arena *a, const void *pointer, uintptr_t lane)
         vacate(&a->live, at - a->base);
     else
         recorder_free(&a->recorder, pointer, a->mode == RECORDING);
-    log_request(&a->log, pointer, FREED, lane);
     pthread_mutex_unlock(&a->lock);
     return is_here;
 }
@@ -166,26 +150,6 @@ void arena_recorded(const arena *a, int before, lifetime *out)
     const step_record *r = recorded(a, before);
     if (r->count)
         memcpy(out, r->items, r->count * sizeof *out);
-}
-
-void arena_log(arena *a, int64_t limit)
-{
-    pthread_mutex_lock(&a->lock);
-    a->log.count = 0;
-    a->log.limit = (size_t)limit;
-    pthread_mutex_unlock(&a->lock);
-}
-
-int64_t arena_logged_count(const arena *a) { return (int64_t)a->log.count; }
-
-int64_t arena_logged(arena *a, logged_request *out, int64_t capacity)
-{
-    pthread_mutex_lock(&a->lock);
-    size_t count = a->log.count < (size_t)capacity ? a->log.count : (size_t)capacity;
-    if (count)
-        memcpy(out, a->log.items, count * sizeof *out);
-    pthread_mutex_unlock(&a->lock);
-    return (int64_t)count;
 }
 
 plan *plan_new(int64_t count, const int64_t *size, const int64_t *offset)

@@ -70,21 +70,6 @@ void recorder_free(recorder *r, const void *pointer, int is_within_step);
 
 /* ---- arena.c */
 
-enum { FREED = -1 };
-
-typedef struct {
-    uint64_t address;
-    int64_t size; /* FREED, or the requested bytes */
-    int64_t time; /* microseconds since the Unix epoch */
-    uint64_t lane;
-} logged_request;
-
-/* Every request, in order: a trace is made of it. */
-typedef struct {
-    ARRAY(logged_request);
-    size_t limit; /* 0: nothing is logged */
-} request_log;
-
 /* Offsets for the allocations of a step, in order; -1 for those of the ordinary allocator. */
 typedef struct {
     int64_t count;
@@ -117,7 +102,6 @@ typedef struct {
     tally tally;
     pairs live; /* placed and not freed: offset and end of each; they do not overlap */
     recorder recorder;
-    request_log log;
 } arena;
 
 #define ARENA_INITIALIZER {.lock = PTHREAD_MUTEX_INITIALIZER}
@@ -131,7 +115,7 @@ void arena_record(arena *a, const void *pointer, int64_t size, uintptr_t lane);
 /* Record that other streams use an allocation. */
 void arena_share(arena *a, const void *pointer);
 /* Free an allocation; return whether it was in the arena. If not, the caller frees it after this. */
-int arena_free(arena *a, const void *pointer, uintptr_t lane);
+int arena_free(arena *a, const void *pointer);
 
 API void arena_tally(const arena *a, tally *out);
 API int64_t arena_live(const arena *a);
@@ -141,11 +125,6 @@ API int64_t arena_bytes(const arena *a);
  * out. */
 API int64_t arena_recorded_count(const arena *a, int before);
 API void arena_recorded(const arena *a, int before, lifetime *out);
-/* Begin a new log of at most `limit` requests. */
-API void arena_log(arena *a, int64_t limit);
-API int64_t arena_logged_count(const arena *a);
-/* Copy the first requests, at most `capacity`; return how many. Requests made meanwhile may be missing. */
-API int64_t arena_logged(arena *a, logged_request *out, int64_t capacity);
 
 API plan *plan_new(int64_t count, const int64_t *size, const int64_t *offset);
 API void plan_free(plan *p);

@@ -41,7 +41,7 @@ static int take(void **out, size_t alignment, size_t size)
 
 static void leave(void *pointer)
 {
-    if (pointer && !arena_free(&cpu, pointer, cpu_lane()))
+    if (pointer && !arena_free(&cpu, pointer))
         free(pointer);
 }
 

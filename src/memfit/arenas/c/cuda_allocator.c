@@ -22,10 +22,10 @@ static int64_t live_bytes, most_live_bytes;
 
 /* ---- freeing -------------------------------------------------------------------------------- */
 
-static void release(const void *pointer, int64_t size, const void *stream)
+static void release(const void *pointer, int64_t size)
 {
     live_bytes -= size;
-    if (arena_free(&placed, pointer, (uintptr_t)stream))
+    if (arena_free(&placed, pointer))
         return;
     heap *h = heap_of(pointer);
     if (h)
@@ -35,9 +35,9 @@ static void release(const void *pointer, int64_t size, const void *stream)
 static void release_done(int64_t among)
 {
     int64_t size;
-    const void *stream, *pointer;
-    while (free_deferred_count() && (pointer = free_finished(among, &size, &stream)))
-        release(pointer, size, stream);
+    const void *pointer;
+    while (free_deferred_count() && (pointer = free_finished(among, &size)))
+        release(pointer, size);
 }
 
 /* Count the bytes that are mapped for heaps, and free. */
@@ -194,7 +194,7 @@ API void placing_free(void *pointer, size_t size, int device, void *stream)
     int is_next = !range_holds(&place, pointer) || (uintptr_t)stream == last_lane;
     int is_deferred = free_defer(pointer, (int64_t)size, device, stream, is_next);
     if (!is_deferred)
-        release(pointer, (int64_t)size, stream);
+        release(pointer, (int64_t)size);
     else if (!captures_open())
         free_record_events();
     pthread_mutex_unlock(&lock);

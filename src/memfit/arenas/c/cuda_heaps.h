@@ -179,7 +179,7 @@ int free_defer(const void *pointer, int64_t size, int device, const void *stream
 /* Record events for the deferred frees. Like free_finished, not during a capture. */
 void free_record_events(void);
 /* Return one of the oldest `among` deferred frees whose streams are done, or NULL. */
-const void *free_finished(int64_t among, int64_t *size, const void **stream);
+const void *free_finished(int64_t among, int64_t *size);
 int64_t free_deferred_count(void);
 
 /* ---- gpu_memory_usage.c: how a GPU's memory is used ------------------------------------------------ */

@@ -14,7 +14,7 @@ typedef struct {
 
 typedef struct deferred {
     struct deferred *next; /* younger */
-    const void *pointer, *stream;
+    const void *pointer;
     int64_t size;
     int device;
     stream_use use;
@@ -68,7 +68,7 @@ int free_defer(const void *pointer, int64_t size, int device, const void *stream
     deferred *k = malloc(sizeof *k);
     if (!k)
         return -1;
-    *k = (deferred){.pointer = pointer, .stream = stream, .size = size, .device = device};
+    *k = (deferred){.pointer = pointer, .size = size, .device = device};
     if (u) {
         k->use = *u;
         free(hash_table_remove(&uses, key_of(pointer)));
@@ -141,7 +141,7 @@ static int is_finished(deferred *k)
     return 1;
 }
 
-const void *free_finished(int64_t among, int64_t *size, const void **stream)
+const void *free_finished(int64_t among, int64_t *size)
 {
     free_record_events();
     deferred **at = &oldest;
@@ -151,7 +151,6 @@ const void *free_finished(int64_t among, int64_t *size, const void **stream)
             continue;
         const void *pointer = k->pointer;
         *size = k->size;
-        *stream = k->stream;
         *at = k->next;
         if (after_youngest == &k->next)
             after_youngest = at;

@@ -16,7 +16,8 @@ from memfit.records.command_as_typed import command_as_typed
 from memfit.report.html.page_text_table import PageTextTable, content_security_policy, read_page_asset
 from memfit.report.html.time_memory_chart import ChartPoint, time_memory_chart_svg
 from memfit.report.terminal.plan_chart import DrawnPlan, PlanKind, plans_in_drawing_order, plans_to_draw
-from memfit.report.terminal.script_plan import plan_changes_in_words, plan_detail_lines, plan_verdict
+from memfit.report.terminal.plan_words import plan_changes_in_words
+from memfit.report.terminal.script_plan import plan_detail_lines, plan_verdict
 from memfit.units import format_gib
 
 

@@ -18,7 +18,6 @@ from memfit.records import (
     HostTimes,
     KernelMeasurement,
     MachineKind,
-    NcclMeasurement,
 )
 from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.layout import plain_table
@@ -62,9 +61,6 @@ def print_context_stages(report: CardContextReport, console: Console) -> None:
     console.print(_trials(report))
     for trial in report.trials:
         console.print(Text(f"{trial.what}: {trial.why}.", style="dim"))
-    if report.nccl is not None:
-        console.print()
-        console.print(_nccl(report.nccl))
     console.print(Text(f"All figures are in MiB. The column 'process' shows {report.way}.", style="dim"))
     if report.machine is MachineKind.REHEARSAL:
         console.print(
@@ -135,17 +131,6 @@ def _stages(report: CardContextReport) -> Table:
     table = plain_table("wrrrr", "after the", *_FIGURES)
     for stage in report.stages:
         table.add_row(stage.what, *(f"{figure / MIB:,.1f}" for figure in _figures(stage)))
-    return table
-
-
-def _nccl(measured: NcclMeasurement) -> Table:
-    first = f"NCCL itself on {measured.ranks} GPUs, rank 0, after the"
-    table = plain_table("wrr", first, "held", "assumed in dry runs")
-    if not measured.stages:
-        table.add_row(f"failed: {escaped((measured.failed.splitlines() or ['no output'])[-1])}")
-    for stage in measured.stages:
-        assumed = "unknown GPU" if stage.rule is None else f"{stage.rule / MIB:,.1f}"
-        table.add_row(stage.what, f"{stage.held / MIB:,.1f}", assumed)
     return table
 
 

@@ -1,6 +1,5 @@
 """The GPUs that memfit knows, and which of them run a script, on the terminal."""
 
-import math
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -12,7 +11,7 @@ from memfit.records import GpusFor, ScriptPlan
 from memfit.records.command_as_typed import command_as_typed
 from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.layout import plain_table, print_answer_and_subject, subject_in_words
-from memfit.report.terminal.script_plan import plan_changes_in_words
+from memfit.report.terminal.plan_words import plan_changes_in_words
 from memfit.timing.kernel_times import Basis
 from memfit.units import format_gib, format_seconds
 
@@ -86,7 +85,7 @@ def _table(result: GpusFor) -> Table:
         run["cost" if total else "per 1,000 steps"] = {n: _amount(cost) for n, cost in result.costs.items()}
     headings = ("--gpu", "memory", "as written", "with a plan", "time", "a step", "±", *run, "plan")
     table = plain_table("lrrrrrl" + "r" * len(run) + "w", *headings)
-    for plan in sorted(result.plans, key=lambda plan: result.costs.get(plan.device.name, math.inf)):
+    for plan in result.plans:
         *cells, changes = _cells(plan)
         table.add_row(
             plan.device.name.replace(" ", "-"),

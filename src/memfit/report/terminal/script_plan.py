@@ -16,7 +16,7 @@ from memfit.records.command_as_typed import is_job_command
 from memfit.records.own_sharding import call_options_in_words
 from memfit.report.escape_control_characters import escaped
 from memfit.report.terminal.layout import plain_table, subject_in_words
-from memfit.report.terminal.plan_chart import plan_chart_lines, policy_name_of_run
+from memfit.report.terminal.plan_chart import plan_chart_lines
 from memfit.report.terminal.plan_instructions import (
     code_before_sharding,
     launch_instruction,
@@ -25,6 +25,7 @@ from memfit.report.terminal.plan_instructions import (
     sharded_optimizer_code,
     sharding_name,
 )
+from memfit.report.terminal.plan_words import plan_changes_in_words, precision_in_words, slices_in_words
 from memfit.report.terminal.verdict import VerdictLines
 from memfit.units import format_bytes, format_gib, format_seconds
 
@@ -63,24 +64,9 @@ def print_plan(result: ScriptPlan, console: Console, file: Path | None = None) -
         console.print(line)
 
 
-def _precision(run: PlanRun) -> str:
-    settings = run.change.plan["precision"]
-    return f"{settings['dtype']}{' autocast' if settings.get('autocast', True) else ' parameters'}"
-
-
-def _kept_share(run: PlanRun) -> str:
-    return f"activation_memory_budget {run.change.plan['compilation']['activation_memory_budget']:g}"
-
-
-def _slices(run: PlanRun) -> list[str]:
-    settings = run.change.plan.get("batch_slices", {})
-    kept = f", of which {settings['kept']} are kept" if "kept" in settings else ""
-    return [f"{settings['count']} slices{kept}"] if settings else []
-
-
 def _divided_batches(chosen: PlanRun) -> Iterator[str]:
     """Say what divides batches: slices, or what to change in the script."""
-    for slices in _slices(chosen):
+    for slices in slices_in_words(chosen):
         yield f"Each batch in {slices}, inside the model's call: the training loop stays as it is."
     divided = chosen.change.micro_batches
     if divided is None:
@@ -146,47 +132,21 @@ def _table(result: ScriptPlan) -> Table:
     several = result.world_size > 1
     kinds = "lrrrw" if several else "lrrw"
     table = plain_table(kinds, "plan", "needs", "time", *["rank"] * several, "peak in")
-    for run in (result.as_written, *result.tried):
+    runs = (result.as_written, *result.tried)
+    words = list(map(plan_changes_in_words, runs))
+    for run, short in zip(runs, words, strict=True):
+        changes = plan_changes_in_words(run, names_modules=words.count(short) > 1)
         mark = "  <- chosen" if run is result.chosen and run.changes else ""
         mark = "  <- too slow" if run is result.too_slow else mark
         place = (run.place.phase, escaped(run.place.module))
         table.add_row(
-            f"{plan_changes_in_words(run)}{mark}",
+            f"{changes}{mark}",
             f"{format_gib(run.needs.bytes)} {run.needs.provenance}",
             f"{run.time:.3f}x",
             *[f"{run.rank}"] * several,
             " · ".join(part for part in place if part),
         )
     return table
-
-
-def plan_changes_in_words(run: PlanRun) -> str:
-    """Return what a plan changes, in a few words."""
-    divided = run.change.micro_batches
-    named = [sharding_name(run.change.plan["sharding"])] if "sharding" in run.change.plan else []
-    named += map(call_options_in_words, run.change.own_sharding.values())
-    named += [f"{divided.count} micro-batches of {divided.size}"] if divided is not None else []
-    named += _slices(run)
-    regions = run.change.plan.get("checkpointing", {}).get("regions", [])
-    part, split = (
-        sum(len(region["modules"]) for region in regions if region.get(name))
-        for name in ("save_ops", "split_at")
-    )
-    full = sum(len(region["modules"]) for region in regions) - part - split
-    if any(region.get("recompute") == "tensors" for region in regions):
-        part = full = 0
-        named.append("recomputed tensor by tensor")
-    named += [f"{full} module{'s' * (full != 1)} recomputed"] * bool(full) + [f"{part} in part"] * bool(part)
-    named += [f"{split} split"] * bool(split)
-    if "checkpointing" in run.change.plan and not regions:
-        named.append(policy_name_of_run(run))
-    named += [_kept_share(run)] if "compilation" in run.change.plan else []
-    named += ["inputs offloaded"] * ("offload" in run.change.plan)
-    named += [_precision(run)] if "precision" in run.change.plan else []
-    named += [words for words, _ in optimizer_changes_in_words(run.change.plan.get("optimizer_state", {}))]
-    named += ["fused optimizer"] * run.change.fused
-    named += ["expandable segments"] * bool(run.change.allocator)
-    return ", ".join(named) or "as written"
 
 
 def plan_detail_lines(result: ScriptPlan, file: Path | None = None) -> Iterator[str]:
@@ -300,8 +260,10 @@ def _draws_others(result: ScriptPlan, chosen: PlanRun) -> bool:
 def _times(result: ScriptPlan, chosen: PlanRun) -> Iterator[str]:
     """Say how long a step takes under a plan, and what would make it faster."""
     if chosen.time > 1 or chosen.change.plan:
-        kind = "of this kind" + " that is not tight" * (result.uncertainty > 0 and not result.is_tight)
-        bound = f"; no plan {kind} takes less than {result.bound:.3f}" if result.bound else ""
+        apart = ", tight ones apart," * (result.uncertainty > 0 and not result.is_tight)
+        bound = (
+            f"; no plan that memfit weighed{apart} takes less than {result.bound:.3f}" if result.bound else ""
+        )
         than = "DDP" if result.sharded else "the script as written"
         yield f"Time: {chosen.time:.3f} times {than}{bound} (assumed: {result.rule})."
     if result.in_loop is not None and result.in_loop.time < chosen.time:
@@ -376,7 +338,7 @@ def _changes(chosen: PlanRun) -> Iterator[str]:
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         yield f"{sharding_name(settings)}: memfit.Sharding({given})."
     if "precision" in chosen.change.plan:
-        yield f"Precision: {_precision(chosen)}."
+        yield f"Precision: {precision_in_words(chosen)}."
     yield from _divided_batches(chosen)
     for _, sentence in optimizer_changes_in_words(chosen.change.plan.get("optimizer_state", {})):
         yield sentence

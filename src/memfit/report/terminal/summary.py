@@ -37,8 +37,6 @@ MACHINES = {
     MachineKind.CARD: "recorded on this GPU. Memory outside PyTorch's allocator was read while "
     "the script ran.",
     MachineKind.REHEARSAL: "REHEARSAL: memfit's ghost stood in for the GPU. Nothing was measured on a GPU.",
-    MachineKind.CPU: "CPU tensors that were allocated after memfit.arena() was called, as the arena "
-    "logged them.",
 }
 
 
@@ -251,8 +249,6 @@ def _peak_term_table(result: DryRun, width: int) -> Table:
             "" if total_row or width < _WITH_BARS else share_as_bar(share),
             term.figure.provenance,
         )
-    if result.device.machine is MachineKind.CPU:
-        return table
     shown = f"{-(-result.peak_process.bytes // MIB):,} MiB"
     table.add_row(Text("   in nvidia-smi"), shown, "", "", result.peak_process.provenance)
     if (driver := result.device.driver) is not None:

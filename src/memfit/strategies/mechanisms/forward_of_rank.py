@@ -68,11 +68,7 @@ class ShareOfRank:
     """Of the model, if one backward alone reduces what a forward leads to."""
 
     def expect_first_backward(self) -> None:
-        """Check that no backward has ended since the model's last forward.
-
-        Raises:
-            UsageError: one has.
-        """
+        """Check that no backward has ended since the model's last forward."""
         if self.reduction is None:
             return
         if self.reduction.is_done:
@@ -163,11 +159,7 @@ class ForwardOfRank(SlicedForward):
     def _expect_same_shapes(
         self, passed: Any, own: Any, leaves: list[Any], places: Layout, samples: int
     ) -> None:
-        """Check that the ranks' outputs can be joined: all ranks compare those of a new kind of call.
-
-        Raises:
-            UsageError: they cannot.
-        """
+        """Check that the ranks' outputs can be joined: all ranks compare those of a new kind of call."""
         inputs = (each.shape[1:] for each in tree_leaves(own) if isinstance(each, torch.Tensor))
         kind = (passed, *inputs, None, *(each.shape for each in self.module.parameters()))
         shapes = []
@@ -321,11 +313,7 @@ def _loss_of_ranks(
 
 
 def _expect_same_numbers(numbers: Sequence[float], module: nn.Module) -> None:
-    """Check that what multiplies every rank's loss, or is returned beside it, is the same on all.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Check that what multiplies every rank's loss, or is returned beside it, is the same on all."""
     if not numbers or is_ghost_loaded():
         return
     device = next((each.device for each in module.parameters()), torch.device("cpu"))

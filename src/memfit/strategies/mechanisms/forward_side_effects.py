@@ -51,11 +51,7 @@ class SideEffects:
         self._tensors, self._plain = [_tensors(module)], [_plain_values(module)]
 
     def __enter__(self) -> Self:
-        """Refuse hooks on gradients.
-
-        Raises:
-            UsageError: a layer has one.
-        """
+        """Refuse hooks on gradients."""
         for name, part in self._module.named_modules():
             hooks = (*part._backward_hooks.values(), *part._backward_pre_hooks.values())
             if part is not self._module and any(package_of_hook(each) not in _LIBRARIES for each in hooks):
@@ -77,11 +73,7 @@ class SideEffects:
         self._plain.append(_plain_values(self._module))
 
     def expect_none(self) -> None:
-        """Refuse a model whose calls have changed it.
-
-        Raises:
-            UsageError: they have.
-        """
+        """Refuse a model whose calls have changed it."""
         before = self._tensors[0] | self._tensors[1]
         *_, one, other = self._tensors
         for name, (value, version) in other.items():
@@ -103,11 +95,7 @@ class SideEffects:
                 )
 
     def expect_nothing_kept(self) -> None:
-        """Refuse a model that keeps a tensor beside its outputs, which are gone: a loss could use a slice's.
-
-        Raises:
-            UsageError: it does.
-        """
+        """Refuse a model that keeps a tensor beside its outputs, for a loss: it would be a slice's."""
         end = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if _with_graph(self._begin, end):
             gc.collect()
@@ -122,11 +110,7 @@ class SideEffects:
 
 
 def expect_no_forward_hooks(module: nn.Module) -> None:
-    """Refuse hooks of the script on the forward of layers: what they keep would be that of a slice.
-
-    Raises:
-        UsageError: there is one.
-    """
+    """Refuse hooks of the script on the forward of layers: what they keep would be that of a slice."""
     of_each = torch.nn.modules.module
     hooks = [
         ("each module", of_each._global_forward_pre_hooks, of_each._global_forward_hooks),

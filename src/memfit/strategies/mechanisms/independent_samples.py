@@ -52,11 +52,7 @@ def is_checked_again(number: int) -> bool:
 
 
 def expect_independent_layers(module: nn.Module) -> None:
-    """Refuse layers whose results depend on the other samples of the batch.
-
-    Raises:
-        UsageError: there is one.
-    """
+    """Refuse layers whose results depend on the other samples of the batch."""
     for name, part in module.named_modules():
         if isinstance(part, _BatchNorm) and (part.training or not part.track_running_stats):
             raise UsageError(

@@ -381,9 +381,6 @@ def _expect_same_weights(divisors: Sequence[Sequence[Number]]) -> None:
 
     Args:
         divisors: of each slice, those of the terms.
-
-    Raises:
-        UsageError: they do not, and neither do the slices' losses make that of the batch.
     """
     if is_ghost_loaded():
         return

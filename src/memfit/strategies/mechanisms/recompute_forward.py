@@ -58,9 +58,6 @@ class RecomputeSettings:
 class CheckpointedForward(WrappedForward):
     """The forward of one checkpointed module."""
 
-    generators: tuple[torch.Generator, ...] = ()
-    """Generators that it draws from, besides the global ones and those of its modules."""
-
     def __init__(self, module: nn.Module, around: RecomputeSettings, inner: Forward | None) -> None:
         super().__init__(module, around, inner)
         self.settings = around
@@ -174,7 +171,7 @@ class CheckpointedCall:
         self._buffers = region.buffer_tracker.snapshot(region.module)
         # torch's checkpoint restores the CPU's generator itself.
         of_cpu = (torch.default_generator,) if settings.split_at else ()
-        self._generators = (*region.generators, *self._buffers.generators, *of_cpu)
+        self._generators = (*self._buffers.generators, *of_cpu)
         self._draws = DrawnRandomNumbers.start(self._generators) if settings.preserve_rng_state else None
         self._kept = KeptResults(settings.save_ops) if settings.save_ops else None
         self._recorder = FingerprintRecorder() if settings.check else None

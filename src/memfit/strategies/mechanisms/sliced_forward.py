@@ -137,9 +137,6 @@ class SlicedForward(WrappedForward):
             factors: the Python numbers that multiply or divide the loss of every slice.
             passed: the kind of call.
             batch: what ``_learn`` takes.
-
-        Raises:
-            UsageError: the model computes them from the samples.
         """
         found = [*numbers_among(tree_leaves(output)), *factors]
         if found != self._rules[passed][1]:  # a schedule's, perhaps
@@ -153,11 +150,7 @@ class SlicedForward(WrappedForward):
                 )
 
     def _expect_own_parameters(self) -> None:
-        """Refuse other parameters for one call: a slice that runs again would have the module's own.
-
-        Raises:
-            UsageError: the model has such.
-        """
+        """Refuse other parameters for one call: a slice that runs again would have the module's own."""
         for name, each in self.module.named_parameters():
             if not isinstance(each, nn.Parameter) and not is_sharded(self.module):
                 raise UsageError(
@@ -253,11 +246,7 @@ class SlicedForward(WrappedForward):
             return self.__wrapped__(*args, **kwargs)
 
     def _samples(self, call: dict[Any, Any]) -> int:
-        """Return the number of samples of a call: the rows of its first tensor, or what a list of them has.
-
-        Raises:
-            UsageError: there is no tensor, or one without rows.
-        """
+        """Return the number of samples of a call: the rows of its first tensor, or the entries of a list."""
         most = max((each.dim() for each in tensors_in_object(call)), default=0)
         if self.around.dim >= max(most, 1):
             raise UsageError(

@@ -233,11 +233,7 @@ class _Splitter:
         return [value[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
     def _role(self, value: Any, path: Path) -> Role:
-        """Return what a value holds.
-
-        Raises:
-            AmbiguousBatchError: that cannot be seen.
-        """
+        """Return what a value holds."""
         if has_batch_dimension(value):
             if value.shape[0] != self._size:
                 return "shared"
@@ -266,11 +262,7 @@ class _Splitter:
         return common_batch_sizes(enumerate(value), self.roles, path) or set()
 
     def _is_samples(self, value: Sequence[Any], path: Path) -> bool:
-        """Return whether a sequence holds samples.
-
-        Raises:
-            AmbiguousBatchError: it may just as well hold columns.
-        """
+        """Return whether a sequence holds samples."""
         outer = not path
         layout, as_many = ListLayout.of(value, outer=outer), len(value) == self._size
         if not layout.samples:

@@ -281,9 +281,6 @@ def check_loader_batch_size(settings: Accumulation, loader: Any) -> None:
     Args:
         settings: the settings of accumulation.
         loader: the loader that the script passes to the engine.
-
-    Raises:
-        UsageError: the sizes differ.
     """
     name = "micro_batch_size" if settings.gathers else "global_batch_size"
     given, expected = _loader_batch_size(loader), getattr(settings, name)

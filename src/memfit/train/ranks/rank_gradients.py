@@ -290,9 +290,6 @@ def _expect_weighed_alike(window: AccumulationWindow, given: float, others: floa
         window: of this rank.
         given: ranks whose micro-batches have weights.
         others: ranks whose micro-batches have none.
-
-    Raises:
-        UsageError: there are both, and the mean over all ranks would depend on how they are mixed.
     """
     if given and others:
         here = "weights" if window.weighted else "none"

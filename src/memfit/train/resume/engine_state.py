@@ -114,8 +114,6 @@ def load_engine_state(
     values = {each: state["model"][name] for name, each in parameters.items() if name in state["model"]}
     load_float32_copies(ledger.update.values_of_masters(), values)
     ledger.drop()
-    if ledger.update.graphs is not None:
-        ledger.update.graphs.reset()
     ledger.update.finish_loading()
     ledger.micro_step, ledger.optimizer_step = state["micro_step"], state["optimizer_step"]
     parts.epoch, parts.full_batch.finer = state["epoch"], state["finer"]

@@ -113,9 +113,6 @@ def check_parameter_groups(here: list[list[str]], there: list[list[str]]) -> Non
     """Refuse other parameter groups.
 
     Their order counts too: an optimizer's state refers to parameters by index, not by name.
-
-    Raises:
-        UsageError: groups or parameters differ.
     """
     if [len(group) for group in here] != [len(group) for group in there]:
         raise UsageError(

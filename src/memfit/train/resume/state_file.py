@@ -58,11 +58,7 @@ _DICTS = (dict, OrderedDict, Counter)  # Counter: MultiStepLR's milestones
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Return a copy of a state as plain values, with the same tensors.
-
-    Raises:
-        UsageError: the state has a value that is neither.
-    """
+    """Return a copy of a state as plain values, with the same tensors."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, torch.Tensor) or type(value) in _PLAIN:

@@ -224,6 +224,10 @@ API long ghost_gap_called(const char *name, long refusal);
         return SUCCESS;                                                                                      \
     }
 
+/* A function that returns what an expression is, such as the status of another function. */
+#define CALL(prototype, expression)                                                                          \
+    API status prototype { return expression; }
+
 /* A second name of a function in the same file; its arguments are passed alike. */
 #define ALSO(name, function)                                                                                 \
     extern __typeof__(function) name __attribute__((alias(#function), visibility("default")));

@@ -116,12 +116,9 @@ API status cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t
 }
 
 /* A __device__ variable exists here only as its shadow on the host. */
-API status cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset, int kind)
-{
-    COUNT(copies);
-    forget_everything();
-    return SUCCESS;
-}
+ENTRY(cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset, int kind),
+      COUNT(copies);
+      forget_everything())
 
 static status fill(void *to, int byte, uint64_t size)
 {
@@ -145,18 +142,10 @@ API status cudaMemsetAsync(void *to, int byte, size_t size, void *stream)
 
 /* ---- The driver's names for the same, as Triton and PyTorch's symmetric memory call them ----- */
 
-API status cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, void *stream)
-{
-    return cudaMemcpyAsync((void *)to, from, size, 0, stream);
-}
-
+CALL(cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, void *stream),
+     cudaMemcpyAsync((void *)to, from, size, 0, stream))
 ALSO(cuMemcpyDtoHAsync_v2, cuMemcpyHtoDAsync_v2)
-
-API status cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t size)
-{
-    return copy((void *)to, from, size);
-}
-
+CALL(cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t size), copy((void *)to, from, size))
 ALSO(cuMemcpyDtoH_v2, cuMemcpyHtoD_v2)
 
 API status cuMemsetD32Async(uint64_t to, unsigned value, size_t count, void *stream)

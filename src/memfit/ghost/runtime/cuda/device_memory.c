@@ -111,10 +111,7 @@ API status cudaFree(void *pointer)
     return free_managed(pointer) ? SUCCESS : release(pointer, GHOST_FREE, NULL);
 }
 
-API status cudaMallocAsync(void **pointer, size_t size, void *stream)
-{
-    return allocate(pointer, size, true, stream);
-}
+CALL(cudaMallocAsync(void **pointer, size_t size, void *stream), allocate(pointer, size, true, stream))
 
 API status cudaFreeAsync(void *pointer, void *stream) { return release(pointer, GHOST_FREE_ASYNC, stream); }
 

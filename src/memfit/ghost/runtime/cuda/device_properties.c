@@ -49,10 +49,8 @@ API status cuDeviceGetPCIBusId(char *text, int capacity, int device)
     return SUCCESS;
 }
 
-API status cudaDeviceGetPCIBusId(char *text, int capacity, int device)
-{
-    return ghost_fail(cuDeviceGetPCIBusId(text, capacity, device));
-}
+CALL(cudaDeviceGetPCIBusId(char *text, int capacity, int device),
+     ghost_fail(cuDeviceGetPCIBusId(text, capacity, device)))
 
 /* ---- Properties ------------------------------------------------------------------------------ */
 
@@ -207,17 +205,12 @@ static status fill_properties(struct properties *properties, int device)
 #if CUDA_VERSION >= 13000
 _Static_assert(sizeof(struct properties) == 1008, "cudaDeviceProp, CUDA 13.0");
 
-API status cudaGetDeviceProperties(struct properties *properties, int device)
-{
-    return fill_properties(properties, device);
-}
+CALL(cudaGetDeviceProperties(struct properties *properties, int device), fill_properties(properties, device))
 #else
 _Static_assert(sizeof(struct properties) == 1032, "cudaDeviceProp, CUDA 12.8");
 
-API status cudaGetDeviceProperties_v2(struct properties *properties, int device)
-{
-    return fill_properties(properties, device);
-}
+CALL(cudaGetDeviceProperties_v2(struct properties *properties, int device),
+     fill_properties(properties, device))
 #endif
 
 /* ---- Attributes ------------------------------------------------------------------------------ */

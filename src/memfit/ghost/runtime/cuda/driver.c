@@ -102,56 +102,28 @@ static status entry_point(const char *name, void **function, int *found)
     return SUCCESS;
 }
 
-API status cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
-                                            unsigned long long flags, int *found)
-{
-    return entry_point(name, function, found);
-}
-
-API status cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags, int *found)
-{
-    return entry_point(name, function, found);
-}
-
-API status cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *found)
-{
-    return entry_point(name, function, found);
-}
+CALL(cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
+                                      unsigned long long flags, int *found),
+     entry_point(name, function, found))
+CALL(cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags, int *found),
+     entry_point(name, function, found))
+CALL(cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *found),
+     entry_point(name, function, found))
 
 /* ---- Modules: what nvrtc and Triton compiled ------------------------------------------------- */
 
 API status cuModuleLoadData(void **module, const void *image) { return ghost_new_handle(module, 64); }
 ALSO(cuModuleLoad, cuModuleLoadData)
-
-API status cuModuleLoadDataEx(void **module, const void *image, unsigned count, int *options, void **values)
-{
-    return ghost_new_handle(module, 64);
-}
-
+CALL(cuModuleLoadDataEx(void **module, const void *image, unsigned count, int *options, void **values),
+     ghost_new_handle(module, 64))
 ENTRY(cuModuleUnload(void *module), free(module))
-
-API status cuModuleGetFunction(void **function, void *module, const char *name)
-{
-    return ghost_new_handle(function, 64);
-}
-
-API status cudaLibraryLoadData(void **library, const void *code, int *options, void **values, unsigned count,
-                               int *library_options, void **library_values, unsigned library_count)
-{
-    return ghost_new_handle(library, 64);
-}
-
-API status cudaLibraryGetKernel(void **kernel, void *library, const char *name)
-{
-    return ghost_new_handle(kernel, 64);
-}
-
+CALL(cuModuleGetFunction(void **function, void *module, const char *name), ghost_new_handle(function, 64))
+CALL(cudaLibraryLoadData(void **library, const void *code, int *options, void **values, unsigned count,
+                         int *library_options, void **library_values, unsigned library_count),
+     ghost_new_handle(library, 64))
+CALL(cudaLibraryGetKernel(void **kernel, void *library, const char *name), ghost_new_handle(kernel, 64))
 ENTRY(cudaLibraryUnload(void *library), free(library))
-
-API status cuLinkCreate_v2(unsigned count, int *options, void **values, void **state)
-{
-    return ghost_new_handle(state, 64);
-}
+CALL(cuLinkCreate_v2(unsigned count, int *options, void **values, void **state), ghost_new_handle(state, 64))
 
 API status cuLinkComplete(void *state, void **binary, size_t *size)
 {

@@ -41,15 +41,10 @@ API status cudaEventRecord(struct event *event, void *stream)
     return SUCCESS;
 }
 
-API status cudaEventRecordWithFlags(struct event *event, void *stream, unsigned flags)
-{
-    return cudaEventRecord(event, stream);
-}
-
-API status cudaEventQuery(struct event *event)
-{
-    return ticket_is_finished(event->stream, event->ticket) ? SUCCESS : ghost_fail(NOT_READY);
-}
+CALL(cudaEventRecordWithFlags(struct event *event, void *stream, unsigned flags),
+     cudaEventRecord(event, stream))
+CALL(cudaEventQuery(struct event *event),
+     ticket_is_finished(event->stream, event->ticket) ? SUCCESS : ghost_fail(NOT_READY))
 
 API status cudaEventSynchronize(struct event *event)
 {

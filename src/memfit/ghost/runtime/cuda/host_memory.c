@@ -87,10 +87,7 @@ static status allocate(void **pointer, size_t size, int type)
     return SUCCESS;
 }
 
-API status cudaHostAlloc(void **pointer, size_t size, unsigned flags)
-{
-    return allocate(pointer, size, HOST);
-}
+CALL(cudaHostAlloc(void **pointer, size_t size, unsigned flags), allocate(pointer, size, HOST))
 API status cudaMallocHost(void **pointer, size_t size) { return allocate(pointer, size, HOST); }
 
 API status cudaFreeHost(void *pointer)
@@ -103,15 +100,10 @@ API status cudaFreeHost(void *pointer)
     return SUCCESS;
 }
 
-API status cudaHostRegister(void *pointer, size_t size, unsigned flags)
-{
-    return ghost_fail(add_range(pointer, size, HOST, false));
-}
-
-API status cudaHostUnregister(void *pointer)
-{
-    return remove_range(pointer, false) ? SUCCESS : ghost_fail(HOST_MEMORY_NOT_REGISTERED);
-}
+CALL(cudaHostRegister(void *pointer, size_t size, unsigned flags),
+     ghost_fail(add_range(pointer, size, HOST, false)))
+CALL(cudaHostUnregister(void *pointer),
+     remove_range(pointer, false) ? SUCCESS : ghost_fail(HOST_MEMORY_NOT_REGISTERED))
 
 /* There is one address space, as on every 64-bit system. */
 ENTRY(cudaHostGetDevicePointer(void **device_pointer, void *host_pointer, unsigned flags),
@@ -168,21 +160,12 @@ struct memory_location {
     int type, id;
 };
 
-API status cudaMemPrefetchAsync(const void *pointer, size_t size, struct memory_location to, unsigned flags,
-                                void *stream)
-{
-    return SUCCESS;
-}
-
-API status cudaMemAdvise(const void *pointer, size_t size, int advice, struct memory_location where)
-{
-    return SUCCESS;
-}
+CALL(cudaMemPrefetchAsync(const void *pointer, size_t size, struct memory_location to, unsigned flags,
+                          void *stream),
+     SUCCESS)
+CALL(cudaMemAdvise(const void *pointer, size_t size, int advice, struct memory_location where), SUCCESS)
 #else
-API status cudaMemPrefetchAsync(const void *pointer, size_t size, int device, void *stream)
-{
-    return SUCCESS;
-}
+CALL(cudaMemPrefetchAsync(const void *pointer, size_t size, int device, void *stream), SUCCESS)
 
 API status cudaMemAdvise(const void *pointer, size_t size, int advice, int device) { return SUCCESS; }
 #endif

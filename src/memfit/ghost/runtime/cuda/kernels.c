@@ -45,13 +45,9 @@ API status __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, v
 }
 
 ENTRY(__cudaGetKernel(const void **kernel, const void *function), *kernel = function)
-
-API status cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
-                            void *stream)
-{
-    return launched(stream);
-}
-
+CALL(cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
+                      void *stream),
+     launched(stream))
 ALSO(__cudaLaunchKernel, cudaLaunchKernel)
 ALSO(cudaLaunchCooperativeKernel, cudaLaunchKernel)
 
@@ -64,24 +60,16 @@ struct launch_config {
     unsigned attribute_count;
 };
 
-API status cudaLaunchKernelExC(const struct launch_config *config, const void *function, void **arguments)
-{
-    return launched(config->stream);
-}
-
-API status cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                          unsigned block_y, unsigned block_z, unsigned shared, void *stream, void **arguments,
-                          void **extra)
-{
-    return launched(stream);
-}
-
-API status cuLaunchCooperativeKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                                     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
-                                     void *stream, void **arguments)
-{
-    return launched(stream);
-}
+CALL(cudaLaunchKernelExC(const struct launch_config *config, const void *function, void **arguments),
+     launched(config->stream))
+CALL(cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                    unsigned block_y, unsigned block_z, unsigned shared, void *stream, void **arguments,
+                    void **extra),
+     launched(stream))
+CALL(cuLaunchCooperativeKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                               unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+                               void *stream, void **arguments),
+     launched(stream))
 
 /* Source: cuda.h, CUlaunchConfig. */
 struct driver_launch_config {
@@ -91,11 +79,9 @@ struct driver_launch_config {
     unsigned attribute_count;
 };
 
-API status cuLaunchKernelEx(const struct driver_launch_config *config, void *function, void **arguments,
-                            void **extra)
-{
-    return launched(config->stream);
-}
+CALL(cuLaunchKernelEx(const struct driver_launch_config *config, void *function, void **arguments,
+                      void **extra),
+     launched(config->stream))
 
 /* ---- Kernel attributes ----------------------------------------------------------------------- */
 

@@ -155,19 +155,15 @@ API status cudaStreamGetCaptureInfo_v3(void *stream, int *capturing, unsigned lo
     return capture_info(stream, capturing, id, graph, dependencies, count);
 }
 
-API status cudaStreamGetCaptureInfo_v2(void *stream, int *capturing, unsigned long long *id,
-                                       struct graph **graph, const void **dependencies, size_t *count)
-{
-    return capture_info(stream, capturing, id, graph, dependencies, count);
-}
+CALL(cudaStreamGetCaptureInfo_v2(void *stream, int *capturing, unsigned long long *id, struct graph **graph,
+                                 const void **dependencies, size_t *count),
+     capture_info(stream, capturing, id, graph, dependencies, count))
 
 #if CUDA_VERSION >= 13000
 ALSO(cudaStreamGetCaptureInfo, cudaStreamGetCaptureInfo_v3)
 #else
-API status cudaStreamGetCaptureInfo(void *stream, int *capturing, unsigned long long *id)
-{
-    return capture_info(stream, capturing, id, NULL, NULL, NULL);
-}
+CALL(cudaStreamGetCaptureInfo(void *stream, int *capturing, unsigned long long *id),
+     capture_info(stream, capturing, id, NULL, NULL, NULL))
 #endif
 
 API status cudaThreadExchangeStreamCaptureMode(int *mode)

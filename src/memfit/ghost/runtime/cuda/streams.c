@@ -10,10 +10,7 @@ API status cudaStreamCreateWithPriority(void **stream, unsigned flags, int prior
     return SUCCESS;
 }
 
-API status cudaStreamCreateWithFlags(void **stream, unsigned flags)
-{
-    return cudaStreamCreateWithPriority(stream, flags, 0);
-}
+CALL(cudaStreamCreateWithFlags(void **stream, unsigned flags), cudaStreamCreateWithPriority(stream, flags, 0))
 
 API status cudaStreamCreate(void **stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 
@@ -45,10 +42,6 @@ API status cudaLaunchHostFunc(void *stream, void (*function)(void *), void *data
 }
 
 ALSO(cuLaunchHostFunc, cudaLaunchHostFunc)
-
-API status cuStreamWriteValue32_v2(void *stream, uint64_t address, uint32_t value, unsigned flags)
-{
-    note_stream_work(stream);
-    forget(address, sizeof value);
-    return SUCCESS;
-}
+ENTRY(cuStreamWriteValue32_v2(void *stream, uint64_t address, uint32_t value, unsigned flags),
+      note_stream_work(stream);
+      forget(address, sizeof value))

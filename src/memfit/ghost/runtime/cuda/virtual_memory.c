@@ -143,10 +143,7 @@ API status cuMemUnmap(uint64_t address, size_t size)
     return result;
 }
 
-API status cuMemSetAccess(uint64_t address, size_t size, const void *descriptions, size_t count)
-{
-    return SUCCESS;
-}
+CALL(cuMemSetAccess(uint64_t address, size_t size, const void *descriptions, size_t count), SUCCESS)
 
 API status cuMemRetainAllocationHandle(struct physical **handle, void *address)
 {

@@ -109,11 +109,9 @@ API status cublasGetMatrixAsync(int rows, int columns, int element, const void *
     return SUCCESS;
 }
 
-API status cublasGetVectorAsync(int n, int element, const void *from, int from_step, void *to, int to_step,
-                                void *stream)
-{
-    return cublasGetMatrixAsync(1, n, element, from, from_step, to, to_step, stream);
-}
+CALL(cublasGetVectorAsync(int n, int element, const void *from, int from_step, void *to, int to_step,
+                          void *stream),
+     cublasGetMatrixAsync(1, n, element, from, from_step, to, to_step, stream))
 
 /* ---- cuBLASLt -------------------------------------------------------------------------------- */
 
@@ -125,25 +123,14 @@ API size_t cublasLtGetVersion(void)
 HANDLE(cublasLtCreate, cublasLtDestroy, struct blas_handle)
 OPAQUE(cublasLtMatmulPreferenceCreate, cublasLtMatmulPreferenceDestroy)
 
-API status cublasLtMatmulDescCreate(void **description, int compute_type, int scale_type)
-{
-    return ghost_new_handle(description, 64);
-}
-
+CALL(cublasLtMatmulDescCreate(void **description, int compute_type, int scale_type),
+     ghost_new_handle(description, 64))
 ENTRY(cublasLtMatmulDescDestroy(void *description), free(description))
-
-API status cublasLtMatrixLayoutCreate(void **layout, int type, uint64_t rows, uint64_t columns, int64_t step)
-{
-    return ghost_new_handle(layout, 64);
-}
-
+CALL(cublasLtMatrixLayoutCreate(void **layout, int type, uint64_t rows, uint64_t columns, int64_t step),
+     ghost_new_handle(layout, 64))
 ENTRY(cublasLtMatrixLayoutDestroy(void *layout), free(layout))
-
-API status cublasLtMatmulDescSetAttribute(void *description, int attribute, const void *value, size_t size)
-{
-    return SUCCESS;
-}
-
+CALL(cublasLtMatmulDescSetAttribute(void *description, int attribute, const void *value, size_t size),
+     SUCCESS)
 ALSO(cublasLtMatrixLayoutSetAttribute, cublasLtMatmulDescSetAttribute)
 ALSO(cublasLtMatmulPreferenceSetAttribute, cublasLtMatmulDescSetAttribute)
 

@@ -35,12 +35,9 @@ API status cudnnGetCTCLossWorkspaceSize(void *handle, struct tensor *probabiliti
     return ctc_workspace(probabilities, longest, algorithm, size);
 }
 
-API status cudnnGetCTCLossWorkspaceSize_v8(void *handle, int algorithm, struct ctc *ctc,
-                                           struct tensor *probabilities, struct tensor *gradients,
-                                           size_t *size)
-{
-    return ctc_workspace(probabilities, ctc->longest, algorithm, size);
-}
+CALL(cudnnGetCTCLossWorkspaceSize_v8(void *handle, int algorithm, struct ctc *ctc,
+                                     struct tensor *probabilities, struct tensor *gradients, size_t *size),
+     ctc_workspace(probabilities, ctc->longest, algorithm, size))
 
 API status cudnnCTCLoss(void *handle, void *probabilities_layout, const void *probabilities,
                         const int *labels, const int *label_lengths, const int *input_lengths, void *costs,

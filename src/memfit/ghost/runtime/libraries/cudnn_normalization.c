@@ -13,28 +13,17 @@ static status batch_norm_space(const char *space, int mode, int operations, cons
     return SUCCESS;
 }
 
-API status cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *handle, int mode, int operations,
-                                                                    struct tensor *x, void *z, void *y,
-                                                                    void *scale, void *activation,
-                                                                    size_t *size)
-{
-    return batch_norm_space("forward", mode, operations, x, size);
-}
-
-API status cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *handle, int mode, int operations,
-                                                             struct tensor *x, void *y, void *dy, void *dz,
-                                                             void *dx, void *scale, void *activation,
-                                                             size_t *size)
-{
-    return batch_norm_space("backward", mode, operations, x, size);
-}
-
-API status cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *handle, int mode, int operations,
-                                                                void *activation, struct tensor *x,
-                                                                size_t *size)
-{
-    return batch_norm_space("reserve", mode, operations, x, size);
-}
+CALL(cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *handle, int mode, int operations,
+                                                              struct tensor *x, void *z, void *y, void *scale,
+                                                              void *activation, size_t *size),
+     batch_norm_space("forward", mode, operations, x, size))
+CALL(cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *handle, int mode, int operations,
+                                                       struct tensor *x, void *y, void *dy, void *dz,
+                                                       void *dx, void *scale, void *activation, size_t *size),
+     batch_norm_space("backward", mode, operations, x, size))
+CALL(cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *handle, int mode, int operations,
+                                                          void *activation, struct tensor *x, size_t *size),
+     batch_norm_space("reserve", mode, operations, x, size))
 
 API status cudnnBatchNormalizationForwardTrainingEx(void *handle, int mode, int operations, const void *alpha,
                                                     const void *beta, void *x, const void *x_data, void *z,

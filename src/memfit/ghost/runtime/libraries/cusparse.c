@@ -34,30 +34,18 @@ static status new_matrix(void **out, struct sparse_matrix matrix)
     return result;
 }
 
-API status cusparseCreateCsr(void **matrix, int64_t rows, int64_t columns, int64_t entries, void *offsets,
-                             void *indices, void *values, int offsets_type, int indices_type, int base,
-                             int value_type)
-{
-    return new_matrix(matrix, (struct sparse_matrix){rows, columns, entries});
-}
-
-API status cusparseCreateCoo(void **matrix, int64_t rows, int64_t columns, int64_t entries, void *row_indices,
-                             void *column_indices, void *values, int index_type, int base, int value_type)
-{
-    return new_matrix(matrix, (struct sparse_matrix){rows, columns, entries});
-}
-
-API status cusparseCreateDnMat(void **matrix, int64_t rows, int64_t columns, int64_t step, void *values,
-                               int value_type, int order)
-{
-    return ghost_new_handle(matrix, 64);
-}
-
-API status cusparseCreateDnVec(void **vector, int64_t size, void *values, int value_type)
-{
-    return ghost_new_handle(vector, 64);
-}
-
+CALL(cusparseCreateCsr(void **matrix, int64_t rows, int64_t columns, int64_t entries, void *offsets,
+                       void *indices, void *values, int offsets_type, int indices_type, int base,
+                       int value_type),
+     new_matrix(matrix, (struct sparse_matrix){rows, columns, entries}))
+CALL(cusparseCreateCoo(void **matrix, int64_t rows, int64_t columns, int64_t entries, void *row_indices,
+                       void *column_indices, void *values, int index_type, int base, int value_type),
+     new_matrix(matrix, (struct sparse_matrix){rows, columns, entries}))
+CALL(cusparseCreateDnMat(void **matrix, int64_t rows, int64_t columns, int64_t step, void *values,
+                         int value_type, int order),
+     ghost_new_handle(matrix, 64))
+CALL(cusparseCreateDnVec(void **vector, int64_t size, void *values, int value_type),
+     ghost_new_handle(vector, 64))
 ENTRY(cusparseDestroySpMat(void *matrix), free(matrix))
 ALSO(cusparseDestroyDnMat, cusparseDestroySpMat)
 ALSO(cusparseDestroyDnVec, cusparseDestroySpMat)

@@ -201,11 +201,9 @@ API status ncclBroadcast(const void *send, void *receive, size_t count, int type
     return move(receive, send, bytes, exact, stream);
 }
 
-API status ncclBcast(void *buffer, size_t count, int type, int root, struct communicator *communicator,
-                     void *stream)
-{
-    return ncclBroadcast(buffer, buffer, count, type, root, communicator, stream);
-}
+CALL(ncclBcast(void *buffer, size_t count, int type, int root, struct communicator *communicator,
+               void *stream),
+     ncclBroadcast(buffer, buffer, count, type, root, communicator, stream))
 
 API status ncclAllGather(const void *send, void *receive, size_t send_count, int type,
                          struct communicator *communicator, void *stream)

@@ -66,22 +66,14 @@ static status make(struct communicator **communicator, int ranks, int rank, cons
     return SUCCESS;
 }
 
-API status ncclCommInitRank(struct communicator **communicator, int ranks, struct unique_id id, int rank)
-{
-    return make(communicator, ranks, rank, &id, NULL, false);
-}
-
-API status ncclCommInitRankConfig(struct communicator **communicator, int ranks, struct unique_id id,
-                                  int rank, const struct config *config)
-{
-    return make(communicator, ranks, rank, &id, config, false);
-}
-
-API status ncclCommInitRankScalable(struct communicator **communicator, int ranks, int rank, int id_count,
-                                    struct unique_id *ids, const struct config *config)
-{
-    return make(communicator, ranks, rank, ids, config, false);
-}
+CALL(ncclCommInitRank(struct communicator **communicator, int ranks, struct unique_id id, int rank),
+     make(communicator, ranks, rank, &id, NULL, false))
+CALL(ncclCommInitRankConfig(struct communicator **communicator, int ranks, struct unique_id id, int rank,
+                            const struct config *config),
+     make(communicator, ranks, rank, &id, config, false))
+CALL(ncclCommInitRankScalable(struct communicator **communicator, int ranks, int rank, int id_count,
+                              struct unique_id *ids, const struct config *config),
+     make(communicator, ranks, rank, ids, config, false))
 
 API status ncclCommInitAll(struct communicator **communicators, int devices, const int *device_list)
 {
@@ -174,14 +166,9 @@ ENTRY(ncclCommCount(const struct communicator *communicator, int *ranks), *ranks
 ENTRY(ncclCommUserRank(const struct communicator *communicator, int *rank), *rank = communicator->rank)
 ENTRY(ncclCommCuDevice(const struct communicator *communicator, int *device), *device = ghost_current_device)
 ENTRY(ncclCommGetAsyncError(const struct communicator *communicator, int *error), *error = SUCCESS)
-
-API status ncclCommMemStats(const struct communicator *communicator, int which, uint64_t *value)
-{
-    ghost_assumed("ncclCommMemStats");
-    *value = 0;
-    return SUCCESS;
-}
-
+ENTRY(ncclCommMemStats(const struct communicator *communicator, int which, uint64_t *value),
+      ghost_assumed("ncclCommMemStats");
+      *value = 0)
 ENTRY(ncclCommRegister(const struct communicator *communicator, void *buffer, size_t size, void **handle),
       *handle = buffer)
 ENTRY(ncclCommWindowRegister(struct communicator *communicator, void *buffer, size_t size, void **window,

@@ -138,11 +138,7 @@ API status nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count
 
 /* ---- Links: there are none ------------------------------------------------------------------- */
 
-API status nvmlDeviceGetNvLinkRemoteDeviceType(void *handle, unsigned link, int *type)
-{
-    return NVML_NOT_SUPPORTED;
-}
-
+CALL(nvmlDeviceGetNvLinkRemoteDeviceType(void *handle, unsigned link, int *type), NVML_NOT_SUPPORTED)
 ALSO(nvmlDeviceGetNvLinkRemotePciInfo_v2, nvmlDeviceGetNvLinkRemoteDeviceType)
 
 /* NVML_P2P_STATUS_OK, like cudaDeviceCanAccessPeer */

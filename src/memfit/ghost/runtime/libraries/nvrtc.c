@@ -4,30 +4,17 @@
 
 #define EMPTY 1 /* bytes of an image or log that holds only its final 0 */
 
-API status nvrtcVersion(int *major, int *minor)
-{
-    *major = CUDA_VERSION / 1000;
-    *minor = CUDA_VERSION / 10 % 100;
-    return SUCCESS;
-}
+ENTRY(nvrtcVersion(int *major, int *minor), *major = CUDA_VERSION / 1000; *minor = CUDA_VERSION / 10 % 100)
 
 API const char *nvrtcGetErrorString(int error)
 {
     return error == SUCCESS ? "NVRTC_SUCCESS" : "not supported by memfit's ghost";
 }
 
-API status nvrtcCreateProgram(void **program, const char *source, const char *name, int header_count,
-                              const char *const *headers, const char *const *include_names)
-{
-    return ghost_new_handle(program, 64);
-}
-
-API status nvrtcDestroyProgram(void **program)
-{
-    free(*program);
-    *program = NULL;
-    return SUCCESS;
-}
+CALL(nvrtcCreateProgram(void **program, const char *source, const char *name, int header_count,
+                        const char *const *headers, const char *const *include_names),
+     ghost_new_handle(program, 64))
+ENTRY(nvrtcDestroyProgram(void **program), free(*program); *program = NULL)
 
 API status nvrtcAddNameExpression(void *program, const char *expression) { return SUCCESS; }
 API status nvrtcCompileProgram(void *program, int count, const char *const *options) { return SUCCESS; }
