@@ -208,14 +208,17 @@ def predict(trace: Path, row: TimedRow, *, without_own: bool) -> tuple[float, fl
 def roofline_seconds(step: "WholeStep", device: "Device") -> float:
     """Return the seconds of a step by the data sheet: full arithmetic rate or bandwidth, at least 5 us."""
     from memfit.timing.collective_times import link_bytes
+    from memfit.timing.kernel_work import work_of
 
-    names = {"float32": "tf32" if step.tf32 else "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    single = "tf32" if step.tf32 else "fp32"
+    names = {"float32": single, "float32 by tf32": single, "bfloat16": "bf16", "float16": "fp16"}
     seconds = []
     for operation in step.operations:
         tensors = (*operation.operands, *operation.results)
         wide = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
         moved = operation.moved or sum(prod(each.shape) * wide.get(each.dtype, 1) for each in tensors)
-        rate = device.rate(names.get(operation.dtype, operation.dtype))
+        dtype = work_of(operation).dtype  # of a product, that of its matrices, whatever the result's
+        rate = device.rate(names.get(dtype, dtype))
         traffic = moved / device.memory_bandwidth
         if operation.ranks > 1:
             traffic = link_bytes(operation) / device.peer_bandwidth

@@ -138,13 +138,7 @@ class NativeLibrary:
     """A library of memfit's own C code, compiled on first use and kept in the cache folder."""
 
     def __init__(self, kind: str, sources: Path, functions: Mapping[str, Signature]) -> None:
-        """Describe a library.
-
-        Args:
-            kind: its folder in the cache.
-            sources: the folder of its C files.
-            functions: the result and argument types of each exported function.
-        """
+        """Describe a library."""
         self.sources = sources
         self._kind = kind
         self._functions = functions

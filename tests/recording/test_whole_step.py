@@ -223,6 +223,19 @@ def test_the_gradient_that_images_do_not_need_is_no_tensor(dry_run, tmp_path):
     assert [each.shape for each in backward.results] == [(8, 3, 3, 3), (8,)]
 
 
+def test_what_only_a_gpu_has_a_kernel_for_is_recorded(dry_run, tmp_path):
+    loop = """
+        layers = nn.Sequential(nn.RMSNorm(64), nn.SiLU()).cuda()
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        for _ in range(3):
+            layers(inputs).sum().backward()
+            optimizer.step()
+    """
+    step, _ = step_of(dry_run, tmp_path, loop)
+    names = {each.name.split(".")[1] for each in step.operations}
+    assert names >= {"_fused_rms_norm", "_fused_rms_norm_backward", "silu", "silu_backward"}
+
+
 def test_a_run_without_a_second_step_says_so(dry_run, tmp_path):
     step_of(dry_run, tmp_path, LOOP, steps=1)
     why = dry_run_of_trace(read_trace(tmp_path / "run.memfit")).step_time_unknown

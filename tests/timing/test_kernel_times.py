@@ -245,11 +245,18 @@ def test_float32_attention_uses_tensor_cores_where_they_know_tf32():
         (operation("aten._foreach_addcdiv_.ScalarList", *[tensor(1000)] * 3), 4),
         (operation("aten._foreach_sqrt.default", tensor(1000), results=(tensor(1000),)), 2),
         (operation("aten._fused_adamw_.default", *[tensor(1000)] * 4), 7),
+        (operation("aten._fused_rms_norm_backward.default", *[tensor(1000)] * 2, results=(tensor(1000),)), 5),
         (operation("triton_poi_fused_add_0", moved=8000), 2),
     ],
 )
 def test_what_is_read_and_written_is_counted_once(work, passes):
     assert work_of(work).traffic == 4000 * passes
+
+
+def test_a_product_that_is_added_to_float32_has_its_own_sizes_and_precision():
+    total, one, other = tensor(64, 8), tensor(64, 32, dtype="bfloat16"), tensor(32, 8, dtype="bfloat16")
+    work = work_of(operation("aten.addmm.dtype_out", total, one, other, total, results=(total,)))
+    assert (work.dtype, work.products) == ("bfloat16", ((1, 64, 8, 32),))
 
 
 def test_tensor_cores_are_slow_where_rows_are_not_aligned():
@@ -367,17 +374,13 @@ def test_a_convolution_reads_only_what_its_strides_do_not_pass_over():
 
 
 def test_convolutions_are_products():
-    image, weight = tensor(8, 64, 56, 56), tensor(128, 64, 3, 3)
-    out = tensor(8, 128, 56, 56)
+    image, weight, out = tensor(8, 64, 56, 56), tensor(128, 64, 3, 3), tensor(8, 128, 56, 56)
+    backwards = "aten.convolution_backward.default"
     forward = work_of(operation("aten.convolution.default", image, weight, results=(out,)))
     assert forward.products == ((1, 8 * 56 * 56, 128, 64 * 9),)
-    backward = work_of(
-        operation(
-            "aten.convolution_backward.default", out, image, weight, results=(image, weight, tensor(128))
-        )
-    )
+    backward = work_of(operation(backwards, out, image, weight, results=(image, weight, tensor(128))))
     assert backward.flops == 2 * forward.flops
-    first = operation("aten.convolution_backward.default", out, image, weight, results=(weight, tensor(128)))
+    first = operation(backwards, out, image, weight, results=(weight, tensor(128)))
     assert work_of(first).flops == forward.flops  # no gradient of the images
     grouped = work_of(operation("aten.convolution.default", image, tensor(128, 16, 3, 3), results=(out,)))
     assert grouped.flops == forward.flops / 4

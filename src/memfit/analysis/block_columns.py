@@ -62,10 +62,6 @@ class BlockColumns:
 def block_columns_of_trace(trace: Trace, attribution: Attribution) -> BlockColumns:
     """Return all blocks of a trace as columns.
 
-    Args:
-        trace: what was recorded.
-        attribution: the attribution of its allocations.
-
     Raises:
         FileFormatError: an address or a size is beyond what any device has.
     """

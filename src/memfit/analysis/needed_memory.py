@@ -178,12 +178,7 @@ def with_needed_memory(trace: Trace, found: DryRun) -> DryRun:
 
 
 def with_range_by_workspaces(trace: Trace, found: DryRun) -> DryRun:
-    """Return a run's result, as a range if its peaks depend on cuDNN's workspaces by over 2 % of the process.
-
-    Args:
-        trace: the run.
-        found: its summary, with what it needs.
-    """
+    """Return a run's result; a range if cuDNN's workspaces change its peaks by over 2 % of the process."""
     of_plans = _workspaces(trace)
     if found.verdict not in ("fits", "tight") or not of_plans.any():
         return found

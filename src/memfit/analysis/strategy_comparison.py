@@ -40,12 +40,7 @@ class StrategyCombination:
 
 
 def refusal_of_strategies(of: StrategyCombination, refused: Mapping[Change, ScriptEnd]) -> ScriptEnd | None:
-    """Return why strategies cannot be applied, if some of them alone cannot.
-
-    Args:
-        of: the strategies.
-        refused: what could not be applied, and why.
-    """
+    """Return why strategies cannot be applied, if some of them alone cannot."""
 
     def is_part(change: Change) -> bool:
         ours = of.change.own_sharding

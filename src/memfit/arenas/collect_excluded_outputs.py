@@ -21,10 +21,6 @@ class ExcludedModuleOutputs(Mapping[nn.Module | str, list[Any]]):
     """What each excluded module returned in the last step, call by call: by module, and by name.
 
     A parameter or a buffer is found by its name, too; iterating yields modules only.
-
-    Args:
-        modules: the excluded modules.
-        names: names of others, searched for by ``find_in``.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = (), names: Iterable[str] = ()) -> None:

@@ -278,10 +278,6 @@ def countable_as_always_live_mask(cut: LifetimeSections, size: Column) -> npt.ND
 
     A packing for extended lifetimes is valid for the real ones, too; that no such packing exists proves
     nothing. Buffers live in more than half of all sections are tried, the longest-lived first.
-
-    Args:
-        cut: the sections of the buffers.
-        size: the size of each buffer.
     """
     always, live = always_live_mask(cut), cut.live.copy()
     length = cut.last - cut.first

@@ -163,7 +163,9 @@ def _is_composite(schema: str) -> bool:
     name = schema.partition("(")[0]
     if name.startswith(_OF_PARTS):
         return True
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    # A few, such as _fused_rms_norm and silu_backward, consist of others on all devices but a GPU.
+    return bool(has_kernel(name, "CompositeImplicitAutograd")) and not has_kernel(name, "CUDA")
 
 
 def _is_whole(node: TraceNode) -> bool:

@@ -126,12 +126,7 @@ class MemoryOwners:
             self.incomplete = True
 
     def record_modules(self, serial: int, roots: Mapping[torch.nn.Module, str]) -> None:
-        """Record the buffers, gradients and parameters of some modules.
-
-        Args:
-            serial: of this moment.
-            roots: outermost modules with their names.
-        """
+        """Record the buffers, gradients and parameters of some modules."""
         parameters: list[torch.Tensor] = []
         buffers: list[torch.Tensor] = []
         for root, name in roots.items():

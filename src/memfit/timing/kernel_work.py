@@ -69,6 +69,8 @@ def work_of(operation: Operation) -> KernelWork:
         kind = "product" if operation.flops else "fused"
         return KernelWork(kind, operation.dtype, operation.moved, operation.flops)
     base = base_name(operation)
+    if operation.name.endswith("out"):  # the last operands of an overload such as mm.out are its results
+        operation = replace(operation, operands=operation.operands[: -len(operation.results) or None])
     plain = KernelWork("", operation.dtype, _traffic(operation), operation.flops)
     for rule in (_matrix_work, _attention_work, _convolution_work, _list_work, _recurrent_work):
         work = rule(base, operation, plain)
@@ -130,7 +132,7 @@ def _matrix_work(base: str, operation: Operation, plain: KernelWork) -> KernelWo
     return replace(
         plain,
         kind="product",
-        dtype=operation.operands[0].dtype if base == _SCALED else plain.dtype,
+        dtype=pair[0].dtype,
         flops=2.0 * batch * m * n * k,
         products=((batch, m, n, k),),
         alignment=math.gcd(8, *rows),
@@ -201,7 +203,7 @@ def _convolution_work(base: str, operation: Operation, plain: KernelWork) -> Ker
 
 def _list_work(base: str, operation: Operation, plain: KernelWork) -> KernelWork | None:
     """An operation on lists of tensors: optimizers. One in place returns none, and writes its first list."""
-    if not base.startswith(("_foreach", "_fused", "_amp_foreach")):
+    if base in _KIND or not base.startswith(("_foreach", "_fused", "_amp_foreach")):
         return None
     read = sum(map(_size, operation.operands))
     if base.startswith("_fused"):  # all but gradients, a quarter or a third, are written

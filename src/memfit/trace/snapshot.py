@@ -122,10 +122,6 @@ def with_blocks_before_history(snapshot: Mapping[str, Any], device: int = 0) -> 
     """Return a snapshot whose history begins with the blocks allocated before it and still in use at its end.
 
     PyTorch keeps the stack of each block in use, however old, if its allocation was recorded.
-
-    Args:
-        snapshot: what ``torch.cuda.memory._snapshot()`` returns.
-        device: index of the device.
     """
     history = snapshot["device_traces"][device]
     allocated = {event["addr"] for event in history if event["action"] == "alloc"}
@@ -152,9 +148,6 @@ def with_blocks_before_history(snapshot: Mapping[str, Any], device: int = 0) -> 
 def allocator_settings(snapshot: Mapping[str, Any]) -> dict[str, str]:
     """Return the allocator's settings in force, by their names in ``PYTORCH_ALLOC_CONF``.
 
-    Args:
-        snapshot: what ``torch.cuda.memory._snapshot()`` returns.
-
     Returns:
         The string that PyTorch was given, as ``conf``, and the settings that decide sizes.
 
@@ -180,10 +173,6 @@ def allocator_settings(snapshot: Mapping[str, Any]) -> dict[str, str]:
 
 def segments_at_end(snapshot: Mapping[str, Any], device: int = 0) -> tuple[Segment, ...]:
     """Return the segments of one device at the time of the snapshot.
-
-    Args:
-        snapshot: what ``torch.cuda.memory._snapshot()`` returns.
-        device: index of the device.
 
     Returns:
         In order of address; streams have the numbers that ``history_columns`` gives them.

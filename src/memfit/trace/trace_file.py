@@ -142,9 +142,6 @@ def write_trace(trace: Trace, path: Path) -> None:
 def read_trace(path: Path) -> Trace:
     """Read a trace that ``write_trace`` wrote.
 
-    Args:
-        path: the file.
-
     Returns:
         The trace; its columns are read-only.
 

@@ -82,12 +82,7 @@ def _most(values: npt.NDArray[np.float64]) -> float:
 
 
 def largest_allowed_difference(equality: Equality, arithmetic: str) -> float:
-    """Return the largest difference that a plan may make.
-
-    Args:
-        equality: what the plan promises.
-        arithmetic: the lowest precision of the forward.
-    """
+    """Return the largest difference that a plan may make."""
     if equality is Equality.OTHER:
         return float("inf")
     return 0.0 if equality is Equality.BITWISE else BOUNDS.get(arithmetic, BOUNDS["bfloat16"])

@@ -122,11 +122,7 @@ class PredictionComparer:
 
 
 class PeakComparer:
-    """Compares the peak of a run with the one that its plan predicts for its first steps.
-
-    Args:
-        planned: the prediction.
-    """
+    """Compares the peak of a run with the one that its plan predicts for its first steps."""
 
     def __init__(self, planned: PlannedPeak) -> None:
         self._planned = planned

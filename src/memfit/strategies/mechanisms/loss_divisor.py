@@ -268,11 +268,7 @@ class LossRule:
 
 
 class SumOfSlices:
-    """The losses of the slices of a batch, added up.
-
-    Args:
-        rule: by what they are divided.
-    """
+    """The losses of the slices of a batch, added up."""
 
     def __init__(self, rule: LossRule) -> None:
         self._rule = rule
@@ -377,11 +373,7 @@ def _is_constant(numbers: Sequence[Number], passed: Sequence[Any]) -> bool:
 
 
 def _expect_same_weights(divisors: Sequence[Sequence[Number]]) -> None:
-    """Check that the terms of a loss weigh the slices of a batch alike.
-
-    Args:
-        divisors: of each slice, those of the terms.
-    """
+    """Check that the terms of a loss weigh the slices of a batch alike."""
     if is_ghost_loaded():
         return
     numbers = [[float(each) for each in of_slice] for of_slice in divisors]

@@ -35,9 +35,6 @@ class KeptResults:
 
     A result is released as a recomputation takes it, unless the backward retains its graph. A later
     recomputation, of another part of the region's graph, runs the operation again.
-
-    Args:
-        operations: whose results are kept.
     """
 
     def __init__(self, operations: Sequence[str]) -> None:
@@ -111,9 +108,6 @@ def selective_contexts_for_compile(operations: Sequence[str]) -> tuple[Any, Any]
     """Return PyTorch's contexts for a region that torch.compile traces: it reads them as marks in its graph.
 
     A module-level function of plain strings: torch.compile calls it by name.
-
-    Args:
-        operations: whose results are kept.
     """
     is_kept = make_keep_decision(operations, Counter())
 
