@@ -46,11 +46,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def check_output_path(path: Path) -> None:
-    """Refuse a file that cannot be written, before the work whose result it is to hold.
-
-    Raises:
-        UsageError: its folder does not exist or is not writable, or the path is a folder.
-    """
+    """Refuse a file that cannot be written, before the work whose result it is to hold."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UsageError(f"Cannot write {path}: its folder does not exist.")
@@ -67,9 +63,6 @@ def check_output_paths(outputs: Mapping[str, Path | None], inputs: Mapping[str, 
     Args:
         outputs: files to write, by the option that names each; None for an option that was not given.
         inputs: files to keep, by what each is: ``the script``.
-
-    Raises:
-        UsageError: a file cannot be written, or would be overwritten.
 
     >>> check_output_paths(
     ...     {"--html": Path("a.html"), "--csv": Path("b.csv")}, {"the trace": Path("run.memfit")}

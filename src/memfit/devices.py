@@ -187,9 +187,6 @@ def find_device(name: str) -> Device:
         name: ``A100-80GB``, ``rtx4090``, ``3090``, ``NVIDIA H100 80GB HBM3``; a slice is its card's
             name, a colon and the profile: ``a100:1g.10gb``.
 
-    Raises:
-        UnknownDeviceError: no such card or slice; the message suggests similar names.
-
     >>> find_device("a100").name, find_device("NVIDIA GeForce RTX 4090").name
     ('A100-80GB', 'RTX 4090')
     """

@@ -38,9 +38,6 @@ def open_input_file(path: Path, most: int | None, remedy: str = "") -> BinaryIO:
         path: the file.
         most: the size in bytes up to which it is opened; None for any size.
         remedy: what to do about a larger file: a sentence.
-
-    Raises:
-        FileFormatError: there is no such file, it cannot be opened, is larger, or is not an ordinary file.
     """
     try:
         check_ordinary_file_or_folder(path)
@@ -61,9 +58,6 @@ def read_input_file(path: Path, most: int, remedy: str = "") -> bytes:
         path: the file.
         most: the size in bytes up to which it is read.
         remedy: what to do about a larger file: a sentence.
-
-    Raises:
-        FileFormatError: there is no such file, it cannot be read, is larger, or is not an ordinary file.
     """
     with open_input_file(path, most, remedy) as file:
         try:

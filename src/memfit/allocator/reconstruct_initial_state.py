@@ -67,9 +67,6 @@ def reconstruct_initial_state(trace: Trace, config: AllocatorConfig) -> InitialA
     Returns:
         Empty if the events account for every byte reserved at the end: PyTorch reserves before it
         allocates. Also empty where there are no segments (``AllocatorConfig.has_segments``).
-
-    Raises:
-        FileFormatError: the events and the segments at the end contradict each other.
     """
     if not config.has_segments:
         return InitialAllocatorState()

@@ -180,12 +180,7 @@ def auto_checkpoint(  # noqa: PLR0913 - one parameter an option
 def parse_allowed_changes(
     *, bitwise: bool, allow: Sequence[str] = (), max_slowdown: float | None = None
 ) -> AllowedChanges:
-    """Return what a plan may change, given as for ``plan``.
-
-    Raises:
-        UsageError: ``allow`` names something unknown, or contradicts ``bitwise``; or no step can be as fast
-            as ``max_slowdown`` asks.
-    """
+    """Return what a plan may change, given as for ``plan``."""
     for name in allow:
         if name not in (known := (*PRECISIONS, LOW_BIT_STATE)):
             raise unknown_name_error("other numerics that a plan can use", name, known)

@@ -99,11 +99,7 @@ class ExcludedModuleOutputs(Mapping[nn.Module | str, list[Any]]):
 def split_excluded_modules_and_names(
     exclude: "nn.Module | str | Iterable[nn.Module | str]",
 ) -> tuple[list[nn.Module], list[str]]:
-    """Return the modules and the names in ``memfit.arena(exclude=...)``.
-
-    Raises:
-        UsageError: it contains something else.
-    """
+    """Return the modules and the names in ``memfit.arena(exclude=...)``."""
     given = [exclude] if isinstance(exclude, nn.Module | str) else list(exclude)
     for each in given:
         if not isinstance(each, nn.Module | str):

@@ -73,9 +73,6 @@ def pack_buffers(
         The best packing found, after validation. Its height may exceed the capacity: no packing fits if the
         capacity is below ``bound``; otherwise the search did not find one.
 
-    Raises:
-        UsageError: ``seconds`` is negative or NaN.
-
     >>> two = Buffers(np.array([0, 1]), np.array([2, 3]), np.array([4, 4]), ("a", "b"))
     >>> pack_buffers(two).height
     8

@@ -100,9 +100,6 @@ def pack_run_memory(
         capacity: bytes that are enough for all streams and pools together; None: as few as possible.
         seconds: approximate time limit.
         on_progress: called with a description of each attempt.
-
-    Raises:
-        UsageError: the script requested no memory.
     """
     lives = buffers_of_requests(requests)
     step, begin, end = last_full_step(requests) or (0, 0, len(requests.ask))

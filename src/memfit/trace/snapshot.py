@@ -58,9 +58,6 @@ def read_snapshot(path: Path, device: int = 0) -> Trace:
 
     Returns:
         A trace without labels, marks or categories; its ``statistics`` are the bytes in its segments.
-
-    Raises:
-        FileFormatError: there is no such file, it is not plain data, or it has no history of that device.
     """
     snapshot = _load(path)
     try:
@@ -80,10 +77,6 @@ def trace_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
     Args:
         snapshot: what ``torch.cuda.memory._snapshot()`` returns.
         device: index of the device.
-
-    Raises:
-        FileFormatError: it has no history of that device; the message names the devices that have one.
-        KeyError, TypeError, ValueError, OverflowError, AttributeError: it is not a snapshot.
     """
     histories = snapshot["device_traces"]
     with_history = [index for index, history in enumerate(histories) if history]

@@ -138,11 +138,7 @@ class Saving(Callback):
 
 
 def callbacks_in_call_order(callbacks: "Iterable[Callback]") -> tuple[Callback, ...]:
-    """Return callbacks in the order in which they are called.
-
-    Raises:
-        UsageError: they are something else.
-    """
+    """Return callbacks in the order in which they are called."""
     if isinstance(callbacks, Callback) or not all(isinstance(each, Callback) for each in callbacks):
         raise UsageError(
             "Engine(callbacks=[...]) takes a list of memfit.Callback objects, such as memfit.Saving(path)."

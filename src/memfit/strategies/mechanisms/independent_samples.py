@@ -318,11 +318,7 @@ def _chunks(pair: tuple[torch.Tensor, torch.Tensor]) -> Iterable[Any]:
 
 
 def place_of_loss(leaves: Sequence[Any]) -> int | None:
-    """Return which of a model's outputs is its loss; None if none is.
-
-    Raises:
-        UsageError: several may be.
-    """
+    """Return which of a model's outputs is its loss; None if none is."""
     found = [
         index
         for index, each in enumerate(leaves)

@@ -202,11 +202,7 @@ class LossRule:
         return [numbers[index] if -index <= len(numbers) else math.nan for index in self._counts]
 
     def divisor_of(self, rows: Sequence[Sequence[float]]) -> float:
-        """Return the divisor of a batch, from those of slices, each with its counts.
-
-        Raises:
-            UsageError: it does not follow.
-        """
+        """Return the divisor of a batch, from those of slices, each with its counts."""
         for place in range(1, len(self._learned[0])):
             own, learned = ([(row[0], row[place]) for row in each] for each in (rows, self._learned))
             if (total := _total(own, [*own, *learned])) is not None:

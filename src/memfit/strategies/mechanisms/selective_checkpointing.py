@@ -209,11 +209,7 @@ def _is_in_place_or_view(operation: Any) -> bool:
 
 
 def operation_overloads(operation: str) -> list[torch._ops.OpOverload]:
-    """Return the operations that a name such as ``aten.mm`` or ``aten.mm.default:2`` stands for.
-
-    Raises:
-        UsageError: no operation has that name.
-    """
+    """Return the operations that a name such as ``aten.mm`` or ``aten.mm.default:2`` stands for."""
     path, numbered, call = operation.partition(":")
     if numbered and not call.isdecimal():
         raise UsageError(

@@ -66,9 +66,6 @@ def batches_already_read(consumed: int, there: SavedLoaderOrder, loader: Any, ra
         there: their order.
         loader: this rank's.
         ranks: their number now.
-
-    Raises:
-        UsageError: an order is unknown, they differ, or the samples are no whole number of batches.
     """
     here = loader_order_of(loader, ranks)
     saved = f"{there['ranks']} rank{'s' * (there['ranks'] != 1)}"

@@ -74,10 +74,6 @@ class LoaderPosition:
             size: of a window.
             remainder: ``"drop"`` leaves out a last group that is smaller.
             carried: micro-batches that the first window already has, from earlier epochs.
-
-        Raises:
-            UsageError: the data are not those with which the state was saved, or the ranks have different
-                numbers of batches, and this remainder needs equal ones.
         """
         if self._iterating:
             raise UsageError(
