@@ -2,15 +2,21 @@
 
 import argparse
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 
+def new_gelu(x):
+    return 0.5 * x * (1.0 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
 class Block(nn.Module):
     def __init__(self, args):
         super().__init__()
+        self.gelu = new_gelu if args.llm_c else partial(F.gelu, approximate="tanh")
         width, self.heads, self.drop = args.width, args.heads, args.dropout
         self.dropout = nn.Dropout(args.dropout)
         self.ln_1, self.ln_2 = (nn.LayerNorm(width, bias=args.bias) for _ in range(2))
@@ -36,7 +42,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = x + self.attention(self.ln_1(x))
-        return x + self.dropout(self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh")))
+        return x + self.dropout(self.down(self.gelu(self.up(self.ln_2(x)))))
 
 
 class GPT(nn.Module):
@@ -49,6 +55,7 @@ class GPT(nn.Module):
         self.ln = nn.LayerNorm(args.width, bias=args.bias)
         self.head = nn.Linear(args.width, args.vocabulary, bias=False)
         self.head.weight = self.tokens.weight
+        self.llm_c = args.llm_c
 
     def forward(self, tokens, targets):
         at = torch.arange(tokens.shape[1], device=tokens.device)
@@ -56,7 +63,24 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.ln(x))
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        return (logits, loss) if self.llm_c else loss
+
+
+def train_on_one_batch(step, args):
+    """Train as llm.c's script: Adam in one group, on a batch that stays on the GPU, which each step waits for."""
+    optimizer = torch.optim.Adam(step.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(args.vocabulary, (args.batch_size * args.context + 1,))
+    shape = (args.batch_size, args.context)
+    tokens, targets = (part.view(shape).to("cuda") for part in (tokens[:-1], tokens[1:]))
+    for _ in range(args.steps):
+        with torch.autocast("cuda", torch.bfloat16):
+            _, loss = step(tokens, targets)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        print(f"loss {loss.item():.4f}")
 
 
 def main():
@@ -76,6 +100,7 @@ def main():
     parser.add_argument("--attention", choices=["fastest", "efficient", "math", "plain"], default="fastest")
     parser.add_argument("--fused", action="store_true", help="AdamW in one kernel")
     parser.add_argument("--clip", action="store_true", help="the norm of the gradients")
+    parser.add_argument("--llm-c", action="store_true", help="as llm.c's train_gpt2.py of May 2024")
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
 
@@ -87,12 +112,15 @@ def main():
         torch.backends.cuda.enable_mem_efficient_sdp(args.attention == "efficient")
     autocast = args.precision == "autocast"
     model = GPT(args).to("cuda", torch.bfloat16 if args.bfloat16 else torch.float32)
+    step = torch.compile(model) if args.compile else model
+    if args.llm_c:
+        train_on_one_batch(step, args)
+        return
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
     vectors = [weight for weight in model.parameters() if weight.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=args.fused or None)
     step = torch.compile(model) if args.compile else model
-
     for _ in range(args.steps):
         for _ in range(args.accumulation):
             text = torch.randint(args.vocabulary - 50, (args.batch_size, args.context + 1))

@@ -43,7 +43,6 @@ from memfit.strategies.sharding import Sharding as Sharding
 from memfit.trace.snapshot import write_snapshot as write_snapshot
 from memfit.train.accumulation_window import StepResult as StepResult
 from memfit.train.callbacks import Callback as Callback
-from memfit.train.callbacks import EarlyStopping as EarlyStopping
 from memfit.train.callbacks import Saving as Saving
 from memfit.train.engine import Engine as Engine
 from memfit.train.progress_bar import ProgressBar as ProgressBar

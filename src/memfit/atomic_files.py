@@ -16,10 +16,6 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a temporary file in the same folder, and rename it to ``path`` once it is complete and on disk.
 
-    Args:
-        path: the file's path; an existing file is replaced.
-        write: writes the content to the open file passed to it.
-
     Raises:
         OutputError: the file cannot be written there. No temporary file is left behind after any error.
         UsageError: the path names something other than a file.
@@ -46,11 +42,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def check_output_path(path: Path) -> None:
-    """Refuse a file that cannot be written, before the work whose result it is to hold.
-
-    Raises:
-        UsageError: its folder does not exist or is not writable, or the path is a folder.
-    """
+    """Refuse a file that cannot be written, before the work whose result it is to hold."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UsageError(f"Cannot write {path}: its folder does not exist.")
@@ -67,9 +59,6 @@ def check_output_paths(outputs: Mapping[str, Path | None], inputs: Mapping[str, 
     Args:
         outputs: files to write, by the option that names each; None for an option that was not given.
         inputs: files to keep, by what each is: ``the script``.
-
-    Raises:
-        UsageError: a file cannot be written, or would be overwritten.
 
     >>> check_output_paths(
     ...     {"--html": Path("a.html"), "--csv": Path("b.csv")}, {"the trace": Path("run.memfit")}

@@ -38,9 +38,6 @@ def open_input_file(path: Path, most: int | None, remedy: str = "") -> BinaryIO:
         path: the file.
         most: the size in bytes up to which it is opened; None for any size.
         remedy: what to do about a larger file: a sentence.
-
-    Raises:
-        FileFormatError: there is no such file, it cannot be opened, is larger, or is not an ordinary file.
     """
     try:
         check_ordinary_file_or_folder(path)
@@ -55,16 +52,7 @@ def open_input_file(path: Path, most: int | None, remedy: str = "") -> BinaryIO:
 
 
 def read_input_file(path: Path, most: int, remedy: str = "") -> bytes:
-    """Read an ordinary file, or a link to one.
-
-    Args:
-        path: the file.
-        most: the size in bytes up to which it is read.
-        remedy: what to do about a larger file: a sentence.
-
-    Raises:
-        FileFormatError: there is no such file, it cannot be read, is larger, or is not an ordinary file.
-    """
+    """Read an ordinary file, or a link to one."""
     with open_input_file(path, most, remedy) as file:
         try:
             content = file.read(most + 1)

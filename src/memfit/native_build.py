@@ -50,9 +50,6 @@ def cache_folder(kind: str, entry: str = "") -> Path:
     Args:
         kind: the folder's name.
         entry: what is looked for: a folder that has it need not be writable.
-
-    Raises:
-        UnsuitableEnvironmentError: neither can be written.
     """
     chosen = os.environ.get("MEMFIT_CACHE")
     cache = Path(chosen) if chosen else platformdirs.user_cache_path("memfit")
@@ -94,12 +91,7 @@ def _own_folder(path: Path) -> Path | None:
 
 
 def find_compiler() -> tuple[str, ...]:
-    """Return the C compiler's command: ``$CC`` (``ccache gcc``), or the first of ``cc``, ``gcc``, ``clang``.
-
-    Raises:
-        UnsuitableEnvironmentError: no C compiler was found.
-
-    """
+    """Return the C compiler's command: ``$CC`` (``ccache gcc``), else ``cc``, ``gcc`` or ``clang``."""
     chosen = os.environ.get("CC", "").strip()
     try:
         commands = [shlex.split(chosen)] if chosen else [[name] for name in COMPILERS]
@@ -120,11 +112,7 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def run_compiler(*command: str) -> None:
-    """Run the compiler.
-
-    Raises:
-        GhostError: the compiler failed; the message has its last lines.
-    """
+    """Run the compiler."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         output = "\n".join((done.stdout + done.stderr).splitlines()[-_SHOWN_LINES:])
@@ -138,13 +126,7 @@ class NativeLibrary:
     """A library of memfit's own C code, compiled on first use and kept in the cache folder."""
 
     def __init__(self, kind: str, sources: Path, functions: Mapping[str, Signature]) -> None:
-        """Describe a library.
-
-        Args:
-            kind: its folder in the cache.
-            sources: the folder of its C files.
-            functions: the result and argument types of each exported function.
-        """
+        """Describe a library."""
         self.sources = sources
         self._kind = kind
         self._functions = functions

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 
 from memfit.errors import TargetError
 
@@ -14,20 +15,29 @@ def command_running_module(module: str) -> list[str]:
     return [sys.executable, *flags, "-c", code_running_module(module)]
 
 
-def output_of_module(module: str, task: str, seconds: float) -> str:
+def output_of_module(
+    module: str, task: str, seconds: float, *arguments: str, environment: Mapping[str, str] | None = None
+) -> str:
     """Run a module's ``main`` in a process of its own; return what it printed.
 
     Args:
         module: such as ``memfit.run.host_probe``.
         task: what could not be done if it fails: ``time kernels on the T4``.
         seconds: that it may take.
+        arguments: of the process.
+        environment: its variables; by default those of this process.
 
     Raises:
         TargetError: the process failed, or took longer; the message quotes the last lines of its error.
     """
     try:
         done = subprocess.run(
-            command_running_module(module), capture_output=True, text=True, check=False, timeout=seconds
+            [*command_running_module(module), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds,
+            env=environment,
         )
     except subprocess.TimeoutExpired:
         raise TargetError(f"Cannot {task}:\nno answer within {seconds:g} s") from None

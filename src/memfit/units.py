@@ -33,9 +33,6 @@ def parse_bytes(text: str) -> int:
     Returns:
         Bytes, rounded down.
 
-    Raises:
-        UsageError: the text is not a byte count, or exceeds 4 EiB.
-
     >>> parse_bytes("1.5 GB"), parse_bytes("512")
     (1500000000, 512)
     """
@@ -54,9 +51,6 @@ _SECONDS = {"": 1, "s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 
 def parse_seconds(text: str) -> float:
     """Parse a duration: ``2min``, ``90s``, ``1.5h`` or a plain number of seconds.
-
-    Raises:
-        UsageError: the text is not a duration, or no time at all.
 
     >>> parse_seconds("1.5 min"), parse_seconds("20")
     (90.0, 20.0)

@@ -11,6 +11,7 @@ import memfit
 from memfit.card import context_measurement
 from memfit.card.context_measurement import keep_measured_context, saved_context_measurement
 from memfit.devices import find_device
+from memfit.errors import TargetError
 from memfit.ghost.build.torch_install import find_torch
 from memfit.records import CardContextReport, CardContextStage, CardContextTrial, MachineKind, Provenance
 from memfit.report.terminal.doctor import context_toml_lines
@@ -104,11 +105,12 @@ def test_the_plain_measurement_is_without_the_settings_that_are_tried(monkeypatc
         seen.append(env)
         return subprocess.CompletedProcess(command, 1, stdout="", stderr="no GPU")
 
-    monkeypatch.setattr(context_measurement.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     for name, value in (("CUDA_MODULE_LOADING", "EAGER"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0")):
         monkeypatch.setenv(name, value)
     for environment in ({}, {"CUDA_MODULE_LOADING": "EAGER"}):
-        assert context_measurement._probe(environment) == "no GPU"
+        with pytest.raises(TargetError, match="no GPU"):
+            context_measurement._probe(environment)
     assert [env.get("CUDA_MODULE_LOADING") for env in seen] == [None, "EAGER"]
     assert not any("CUBLAS_WORKSPACE_CONFIG" in env for env in seen)
     assert seen[0]["PATH"] == os.environ["PATH"]

@@ -26,7 +26,7 @@ def fit(rank, ranks, mode, epochs=2):
     part = slice(0, 6) if rank == 0 else slice(6, 9)  # ranks validate different numbers of batches
     mine = tuple(tensor[part] for tensor in held_out)
     validation = [tuple(t[i : i + 3] for t in mine) for i in range(0, len(mine[0]), 3)]
-    stopping = memfit.EarlyStopping("accuracy", mode="max", patience=1)
+    stopping = _StopsWhenWorse()
 
     def accuracy(model, batch):
         return (model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[0])
@@ -40,6 +40,15 @@ def fit(rank, ranks, mode, epochs=2):
         "best": stopping.best,
         "parameters": [whole(p) for p in run.model.parameters()],
     }
+
+
+class _StopsWhenWorse(memfit.Callback):
+    best = -1.0
+
+    def on_validation_end(self, engine, metrics):
+        if metrics["accuracy"] <= self.best:
+            engine.stop()
+        self.best = max(self.best, metrics["accuracy"])
 
 
 def refused(rank, ranks, case):

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import memfit
 from memfit.random_state import get_random_state, set_random_state
+from support.lowest_loss import LowestLoss
 from support.rank_jobs import whole
 from support.window_loops import train_in_windows
 
@@ -72,7 +73,7 @@ def engine(rank, plan, seed, *callbacks):
         loss=mean_loss,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
         scheduler_interval="update",
-        callbacks=[memfit.EarlyStopping(patience=9), *callbacks],
+        callbacks=[LowestLoss(), *callbacks],
         retry=False,
     )
 

@@ -15,6 +15,7 @@ from torch import nn
 import memfit
 from memfit.errors import UsageError
 from memfit.train import progress_bar
+from support.lowest_loss import LowestLoss
 
 MOMENTS = [
     name
@@ -94,15 +95,6 @@ def test_on_fit_end_is_called_when_training_fails():
     assert diary.lines[-1] == "fit_end"
 
 
-@pytest.mark.parametrize("metric", [None, lambda engine: 1.0])
-def test_training_ends_when_nothing_improves(metric):
-    run = engine(callbacks=[memfit.EarlyStopping(metric, patience=2)], lr=0.0)
-    run.fit(loader(), epochs=10)
-    assert run.epoch == 3  # the first is the best, and two are waited
-    with pytest.raises(UsageError, match="'patience' must be at least 1, not 0"):
-        memfit.EarlyStopping(patience=0)
-
-
 def test_stop_ends_after_the_batch():
     class Stops(memfit.Callback):
         def on_window_end(self, engine, result):
@@ -125,7 +117,7 @@ def test_a_run_that_is_saved_and_stopped_resumes_bit_for_bit(stopped, tmp_path):
         return (model(data) + torch.randn(len(data), 2)).square().mean()
 
     def callbacks():
-        return [memfit.EarlyStopping(patience=50), memfit.Saving(tmp_path / "run")]
+        return [LowestLoss(), memfit.Saving(tmp_path / "run")]
 
     def train(*extra):
         torch.manual_seed(7)
@@ -141,7 +133,7 @@ def test_a_run_that_is_saved_and_stopped_resumes_bit_for_bit(stopped, tmp_path):
     resumed.fit(torch.utils.data.DataLoader(torch.cat(loader()), batch_size=4, shuffle=True), epochs=3)
     assert (resumed.epoch, resumed.optimizer_step) == (3, 9)
     assert torch.equal(resumed.model.weight, whole.model.weight)
-    assert resumed.callbacks[0].best == whole.callbacks[0].best
+    assert resumed.callbacks[0].lowest == whole.callbacks[0].lowest
 
 
 def test_row_30_the_bar_names_what_it_counts():

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 import memfit
 from memfit.errors import FileFormatError, UsageError
+from support.lowest_loss import LowestLoss
 
 
 def samples(count):
@@ -188,8 +189,8 @@ def test_another_scheduler_is_refused():
 
 
 def test_a_missing_callback_is_warned_about():
-    state = engine(net(), callbacks=[memfit.EarlyStopping()]).state_dict()
-    with pytest.warns(UserWarning, match="This engine has no callback EarlyStopping"):
+    state = engine(net(), callbacks=[LowestLoss()]).state_dict()
+    with pytest.warns(UserWarning, match="This engine has no callback LowestLoss"):
         engine(net()).load_state_dict(state)
 
 
@@ -223,7 +224,7 @@ def scaled(seed):
         loss=mean_loss,
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
         scheduler_interval="update",
-        callbacks=[Counting(), memfit.EarlyStopping()],
+        callbacks=[Counting(), LowestLoss()],
     )
     for _ in range(seed):
         updated(run)
@@ -246,8 +247,8 @@ def state_inside_a_window():
 
 
 ALTERED = {
-    "a callback's": {"callbacks": [("Counting", {"seen": 99}), ("EarlyStopping", {})]},
-    "a callback's, of another kind": {"callbacks": [("Counting", {"seen": 99}), ("EarlyStopping", None)]},
+    "a callback's": {"callbacks": [("Counting", {"seen": 99}), ("LowestLoss", {})]},
+    "a callback's, of another kind": {"callbacks": [("Counting", {"seen": 99}), ("LowestLoss", None)]},
     "no parameter groups": {"optimizer": {"state": {}}},
     "no optimizer state": {"optimizer/state": None},
     "no parameters in a group": {"optimizer/param_groups": [{"lr": 1.0, "params": []}]},

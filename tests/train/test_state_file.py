@@ -17,6 +17,7 @@ from memfit import random_state
 from memfit.errors import FileFormatError, UsageError
 from memfit.train.resume import state_file
 from memfit.train.training_job import SchedulerAndInterval
+from support.lowest_loss import LowestLoss
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
@@ -128,19 +129,19 @@ def engine(lr=0.1, extra=None, callbacks=()):
 
 def test_numpy_numbers_are_saved_and_read(tmp_path):
     def run():
-        metric = memfit.EarlyStopping(lambda engine: np.mean([1.0, 2.0]))
+        metric = LowestLoss(lambda result: np.mean([1.0, 2.0]))
         extra = {"scale": np.float32(1.5), "seen": [np.int64(3), (np.bool_(True),)]}
         return engine(np.logspace(-3, -1, 3)[1], extra, [metric])
 
-    first, resumed = run(), engine(callbacks=[memfit.EarlyStopping(lambda engine: 0.0)])
+    first, resumed = run(), engine(callbacks=[LowestLoss()])
     first.fit([torch.ones(4, 4)], epochs=2)
     first.save(tmp_path / "run")
     assert type(first.optimizer.param_groups[0]["lr"]) is np.float64, "the run itself keeps its numbers"
     resumed.load(tmp_path / "run")
     assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
     assert resumed.model.extra == {"scale": 1.5, "seen": [3, (True,)]}
-    assert resumed.callbacks[0].best == 1.5
-    assert type(first.callbacks[0].best) is float
+    assert resumed.callbacks[0].lowest == 1.5
+    assert type(resumed.callbacks[0].lowest) is float
 
 
 @pytest.mark.parametrize(

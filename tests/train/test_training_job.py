@@ -107,7 +107,7 @@ def test_a_factory_that_returns_no_optimizer_is_refused(make, optimizer):
         make(nn.Linear(4, 1), optimizer)
 
 
-@pytest.mark.parametrize("callbacks", [[memfit.ProgressBar], [memfit.EarlyStopping(), memfit.Saving]])
+@pytest.mark.parametrize("callbacks", [[memfit.ProgressBar], [memfit.ProgressBar(), memfit.Saving]])
 def test_a_callback_class_instead_of_an_instance_is_refused(callbacks):
     with pytest.raises(UsageError, match="takes a list of memfit"):
         from_parts(nn.Linear(4, 1), callbacks=callbacks)

@@ -122,9 +122,6 @@ def allocator_requests_of_trace(trace: Trace) -> AllocatorRequests:
     """Read the requests of a trace.
 
     Blocks that were live before a late history come first, as mallocs of their sizes.
-
-    Raises:
-        FileFormatError: the history contradicts itself, or is incomplete.
     """
     try:
         config = AllocatorConfig.read(trace.settings)

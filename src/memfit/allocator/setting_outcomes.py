@@ -18,11 +18,7 @@ NEGLIGIBLE = 1e-3
 
 
 def allocator_config_of_setting(setting: AllocatorSetting) -> AllocatorConfig:
-    """Read a setting.
-
-    Raises:
-        UsageError: PyTorch does not accept it, or memfit has no model of its backend.
-    """
+    """Read a setting."""
     config = AllocatorConfig.of(",".join(filter(None, (setting.conf, setting.script))))
     if not config.has_segments:
         raise UsageError(

@@ -25,9 +25,6 @@ def memory_timeline(trace: Trace) -> Timeline:
         Allocations from before the history (``EARLIER``) come first, each counted at its event.
         If PyTorch keeps no cache (``backend:cudaMallocAsync``, no caching), both are the sum of
         the sizes that were allocated and not yet freed.
-
-    Raises:
-        FileFormatError: the history contradicts itself; the message names the event.
     """
     try:
         config = AllocatorConfig.read(trace.settings)

@@ -154,16 +154,7 @@ def _caveats_of_replays(
     taken: int,
     context: int,
 ) -> Iterator[Note]:
-    """Yield a note for each caveat.
-
-    Args:
-        trace: the trace that was replayed.
-        asked: its requests.
-        outcomes: one for each setting; the trace's own first.
-        total: bytes of the device.
-        taken: bytes of it that the context and other processes hold.
-        context: bytes of these that the context holds.
-    """
+    """Yield a note for each caveat."""
     if not trace.versions.get("torch"):
         version = ".".join(map(str, NEWEST))
         yield _assumed(f"A memory snapshot does not record its PyTorch version; memfit assumes {version}.")

@@ -45,12 +45,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 def attribute_allocations(trace: Trace, line: Timeline) -> Attribution:
-    """Determine what each allocation of a trace is for.
-
-    Args:
-        trace: what was recorded.
-        line: its ``timeline``.
-    """
+    """Determine what each allocation of a trace is for."""
     events = trace.events
     born = np.flatnonzero(np.isin(events.action, (Action.ALLOC, Action.EARLIER)))
     freed = line.freed_by[born]

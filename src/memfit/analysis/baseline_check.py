@@ -39,12 +39,7 @@ _NEGLIGIBLE = 1e-5
 
 
 def memory_baseline_of_run(trace: Trace, found: DryRun) -> MemoryBaseline:
-    """Return what a run held at its peak.
-
-    Args:
-        trace: of the run.
-        found: its summary.
-    """
+    """Return what a run held at its peak."""
     figures = {term.name: term.figure.bytes for term in found.terms}
     terms = (*CATEGORY_NAMES.values(), *_OUTSIDE)
     return MemoryBaseline(

@@ -60,15 +60,7 @@ class BlockColumns:
 
 
 def block_columns_of_trace(trace: Trace, attribution: Attribution) -> BlockColumns:
-    """Return all blocks of a trace as columns.
-
-    Args:
-        trace: what was recorded.
-        attribution: the attribution of its allocations.
-
-    Raises:
-        FileFormatError: an address or a size is beyond what any device has.
-    """
+    """Return all blocks of a trace as columns."""
     events, born = trace.events, attribution.born
     old = _old(trace, reconstruct_initial_state(trace, AllocatorConfig.read(trace.settings)))
     label_stack = np.array([*(label.stack for label in trace.labels), -1], np.int64)

@@ -78,9 +78,6 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
         line: its timeline.
         at: ``peak`` for the whole run, a phase (``backward``), a training step (``2``), or a stage of a whole
             run (``evaluation``).
-
-    Raises:
-        UsageError: the run has no such moment.
     """
     allocated = line.allocated
     if not len(allocated):

@@ -59,10 +59,6 @@ def classify_unrequested_bytes(trace: Trace, at: Mapping[str, int] | None = None
     Returns:
         For each moment, bytes that sum to the reserved bytes, and the largest holes. Without cached segments
         there is nothing to classify, and ``not_applicable`` holds the reason.
-
-    Raises:
-        FileFormatError: the history contradicts itself.
-        UsageError: the run has no such moment.
     """
     line = memory_timeline(trace)
     config = AllocatorConfig.read(trace.settings)

@@ -40,12 +40,7 @@ class StrategyCombination:
 
 
 def refusal_of_strategies(of: StrategyCombination, refused: Mapping[Change, ScriptEnd]) -> ScriptEnd | None:
-    """Return why strategies cannot be applied, if some of them alone cannot.
-
-    Args:
-        of: the strategies.
-        refused: what could not be applied, and why.
-    """
+    """Return why strategies cannot be applied, if some of them alone cannot."""
 
     def is_part(change: Change) -> bool:
         ours = of.change.own_sharding
@@ -68,10 +63,6 @@ def first_rank_that_holds_most(nproc: int) -> int:
 
 def ranks_that_may_need_most(shares: Sequence[int], nproc: int) -> tuple[int, ...]:
     """Return the ranks that may need most, given the bytes of each rank's share.
-
-    Args:
-        shares: by rank.
-        nproc: ranks on each machine.
 
     >>> ranks_that_may_need_most([9, 5, 5, 4], 4)  # the largest share, and the largest inside of NCCL's chain
     (0, 1)

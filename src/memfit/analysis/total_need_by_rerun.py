@@ -35,10 +35,6 @@ def run_with_unlimited_memory(run: RunTrial) -> TrialResult | ScriptEnd:
 def find_total_need(found: DryRun, run: RunTrial) -> DryRun:
     """Find what a run that does not fit needs in total, by a rerun with unlimited memory.
 
-    Args:
-        found: the summary of the unchanged run.
-        run: reruns the script with unlimited memory.
-
     Returns:
         The summary with ``needs``, also without workspaces, and what the rerun measured of the longest
         batches, or with ``untried`` if the rerun did not complete; unchanged if it fits or the user

@@ -129,13 +129,7 @@ def replay(
 
 
 def _html_report(trace: Trace, result: DryRun, *, source: bool = True) -> str:
-    """Return a report for the browser: one page that loads nothing else, opened at the peak.
-
-    Args:
-        trace: what ``read`` returned.
-        result: the summary to show at the top, with advice if there is any.
-        source: whether to include file names, line numbers and the command.
-    """
+    """Return a report for the browser: one page that loads nothing else, opened at the peak."""
     from memfit.report.html import run_report_html
 
     line = memory_timeline(trace)

@@ -21,10 +21,6 @@ class ExcludedModuleOutputs(Mapping[nn.Module | str, list[Any]]):
     """What each excluded module returned in the last step, call by call: by module, and by name.
 
     A parameter or a buffer is found by its name, too; iterating yields modules only.
-
-    Args:
-        modules: the excluded modules.
-        names: names of others, searched for by ``find_in``.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = (), names: Iterable[str] = ()) -> None:
@@ -103,11 +99,7 @@ class ExcludedModuleOutputs(Mapping[nn.Module | str, list[Any]]):
 def split_excluded_modules_and_names(
     exclude: "nn.Module | str | Iterable[nn.Module | str]",
 ) -> tuple[list[nn.Module], list[str]]:
-    """Return the modules and the names in ``memfit.arena(exclude=...)``.
-
-    Raises:
-        UsageError: it contains something else.
-    """
+    """Return the modules and the names in ``memfit.arena(exclude=...)``."""
     given = [exclude] if isinstance(exclude, nn.Module | str) else list(exclude)
     for each in given:
         if not isinstance(each, nn.Module | str):

@@ -172,11 +172,7 @@ def write_step_plans(plans: Mapping[StepKey, StepPlan], path: Path) -> None:
 
 
 def read_step_plans(path: Path, alignment: int) -> dict[StepKey, StepPlan]:
-    """Read plans from a file; return an empty dictionary if the file does not exist yet.
-
-    Raises:
-        FileFormatError: the file holds no plans, or an invalid one.
-    """
+    """Read plans from a file; return an empty dictionary if the file does not exist yet."""
     if not path.exists():
         return {}
     try:

@@ -7,8 +7,6 @@ context_probe.py in a fresh process ─> bytes after each stage of an ordinary s
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from memfit.devices import Device, context_observations, find_device
 from memfit.errors import FileFormatError, TargetError, UnknownDeviceError
 from memfit.input_files import read_input_file
 from memfit.native_build import cache_folder
-from memfit.python_command import code_running_module
+from memfit.python_command import output_of_module
 from memfit.records import (
     CardContextReport,
     CardContextStage,
@@ -32,8 +30,8 @@ from memfit.records import (
 )
 from memfit.units import format_bytes
 
+_TASK = "measure the CUDA context"
 _TIMEOUT = 180  # seconds for one process; the first on a machine may compile kernels
-_LAST_LINES = 5
 _KIND = "contexts"
 _MAX_FILE = 1 << 20  # bytes of a kept measurement; it takes some thousand
 
@@ -79,14 +77,15 @@ def measure_context() -> CardContextReport:
         UnsuitableEnvironmentError: there is no GPU.
         TargetError: PyTorch cannot use it; the message quotes the last lines of its error.
     """
-    detect_card("measure the CUDA context")
+    detect_card(_TASK)
     plain = _probe({})
-    if isinstance(plain, str):
-        raise TargetError(f"Cannot measure the CUDA context, because PyTorch could not use the GPU:\n{plain}")
     trials = []
     for change in CHANGES:
-        probed = _probe(change.environment, cudnn=change.cudnn)
-        failed, stages = (probed, ()) if isinstance(probed, str) else ("", probed.stages)
+        failed, stages = "", tuple[CardContextStage, ...]()
+        try:
+            stages = _probe(change.environment, cudnn=change.cudnn).stages
+        except TargetError as error:
+            failed = str(error)
         trials.append(CardContextTrial(change.what, change.why, stages, failed))
     return replace(plain, trials=tuple(trials))
 
@@ -155,33 +154,22 @@ def _read(path: Path) -> CardContextReport | None:
     return report if report.machine is MachineKind.CARD and report.stages else None
 
 
-def _probe(environment: Mapping[str, str], *, cudnn: bool = True) -> CardContextReport | str:
-    """Run the probe in a fresh process; return its measurement, or the last lines of its error.
+def _probe(environment: Mapping[str, str], *, cudnn: bool = True) -> CardContextReport:
+    """Run the probe in a fresh process.
 
     The user's own values of the variables that are tried do not reach it: ``EAGER`` would otherwise count
     in the measurement without it, too.
     """
     tried = {name for change in CHANGES for name in change.environment}
     plain = {name: value for name, value in os.environ.items() if name not in tried}
-    try:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                code_running_module("memfit.card.context_probe"),
-                msgspec.json.encode(cudnn).decode(),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT,
-            env={**plain, **environment},
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer within {_TIMEOUT} s"
-    if done.returncode != 0:
-        return "\n".join(done.stderr.splitlines()[-_LAST_LINES:])
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=CardContextReport)
+    printed = output_of_module(
+        "memfit.card.context_probe",
+        _TASK,
+        _TIMEOUT,
+        msgspec.json.encode(cudnn).decode(),
+        environment={**plain, **environment},
+    )
+    return msgspec.json.decode(printed.splitlines()[-1], type=CardContextReport)
 
 
 def loads_kernels_eagerly(environment: Mapping[str, str]) -> bool:

@@ -15,11 +15,7 @@ from memfit.records import CardContextReport, CardContextStage, MachineKind
 
 
 def _use_card_in_stages(cudnn: bool) -> Iterator[str]:
-    """Use the card, and yield the name of each stage when it is complete.
-
-    Args:
-        cudnn: let convolutions use cuDNN.
-    """
+    """Use the card, and yield the name of each stage when it is complete."""
     import torch
 
     torch.backends.cudnn.enabled = cudnn

@@ -63,11 +63,7 @@ class RunLength:
     """With --longest, draw batches for up to this many seconds from each DataLoader."""
 
     def limits(self) -> dict[str, Any]:
-        """Return what ends a run, by the names of ``RunOptions``.
-
-        Raises:
-            UsageError: the options contradict each other.
-        """
+        """Return what ends a run, by the names of ``RunOptions``."""
         if self.whole and (self.to_end or self.steps is not None):
             raise UsageError(
                 "--whole runs the script to its end, but shorter: leave out --steps and --to-end."
@@ -86,11 +82,7 @@ class RunLength:
         }
 
     def resuming(self) -> list[str] | None:
-        """Return the further arguments of a second run; None if there is to be none.
-
-        Raises:
-            UsageError: a quotation in them has no end.
-        """
+        """Return the further arguments of a second run; None if there is to be none."""
         try:
             return None if self.resume_with is None else shlex.split(self.resume_with)
         except ValueError as error:

@@ -36,9 +36,6 @@ def option_read_by(read: Callable[[str], object]) -> Parameter:
 def parse_gpu_memory(text: str) -> int:
     """Return the bytes of a GPU's memory that an option gives, such as ``12GiB``.
 
-    Raises:
-        UsageError: the text is not an amount of memory, or probably lacks its unit.
-
     >>> parse_gpu_memory("0"), parse_gpu_memory("1GiB")
     (0, 1073741824)
     """
@@ -54,9 +51,6 @@ def parse_gpu_memory(text: str) -> int:
 
 def parse_tolerance(text: str) -> float:
     """Return the share that an option gives in percent.
-
-    Raises:
-        UsageError: the text is not a percentage.
 
     >>> parse_tolerance("0.5%")
     0.005
@@ -201,9 +195,6 @@ def require_plan(name: str, plan: Path | None) -> Path:
     Args:
         name: the command's.
         plan: of its option.
-
-    Raises:
-        UsageError: there is none.
     """
     if plan is None:
         raise UsageError(
@@ -219,9 +210,6 @@ def require_script(name: str, command: Sequence[str], files: Mapping[str, str | 
         name: the command's.
         command: the script and its arguments.
         files: by option, its file: one may have taken the script, or the next option.
-
-    Raises:
-        UsageError: it has none.
     """
     for option, file in files.items():
         if str(file).startswith("--"):
@@ -259,10 +247,6 @@ def checked_script_keywords(
 
     Returns:
         By keyword: ``script``, its own ``arguments``, ``module``, and what ``ranks`` has.
-
-    Raises:
-        UsageError: there is no script, an output would overwrite it or another output, or launcher and
-            options say different numbers of processes.
     """
     from memfit.report.terminal.progress_line import show_progress_line
 

@@ -21,11 +21,6 @@ _LONGEST_SCRIPT = 1 << 20
 def insert_dashes_before_script(tokens: list[str], app: App) -> list[str]:
     """Insert ``--`` before the script, so that options after it belong to the script, as with python.
 
-    Raises:
-        UsageError: the command is a script; an option before the script is unknown; or an
-            option after it has the name of one of memfit's own: without ``--``, it is not clear which of the
-            two the user means.
-
     >>> from memfit.cli.main import app
     >>> insert_dashes_before_script(["dry-run", "--steps", "2", "train.py", "--epochs", "9"], app)
     ['dry-run', '--steps', '2', '--', 'train.py', '--epochs', '9']

@@ -165,11 +165,7 @@ class SerialisedModel:
 def collect_training_step(
     model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any, steps: int
 ) -> TrainingStep:
-    """Combine the arguments of ``estimate`` with the values of PyTorch's switches.
-
-    Raises:
-        UsageError: an argument is invalid.
-    """
+    """Combine the arguments of ``estimate`` with the values of PyTorch's switches."""
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"estimate takes a torch.nn.Module, not {type(model).__name__}.")
     for name, value in (("loss", loss), ("optimizer", optimizer)):

@@ -26,9 +26,6 @@ from memfit.ghost.runtime_bindings import GhostRuntime
 def load(build: BuiltGhost) -> GhostRuntime:
     """Load the ghost into this process, before ``import torch``.
 
-    Raises:
-        GhostError: PyTorch is loaded already, or the runtime cannot be loaded.
-
     Example:
         >>> ghost = load(build_ghost())  # doctest: +SKIP
         >>> ghost.configure(GhostDevice(...))  # doctest: +SKIP

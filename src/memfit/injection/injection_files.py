@@ -88,11 +88,7 @@ def injection_report_writer(path: Path) -> Callable[[InjectionReport], None]:
 
 
 class InjectionReporter:
-    """What became of a change so far.
-
-    Args:
-        on_change: called with it, whenever it changes.
-    """
+    """What became of a change so far."""
 
     def __init__(self, on_change: Callable[[InjectionReport], None]) -> None:
         self._on_change = on_change

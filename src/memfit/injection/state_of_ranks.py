@@ -215,12 +215,7 @@ def _save(original: Callable[..., None], value: Any, file: Any, *args: Any, **kw
 
 
 def _whole(value: Any, *, keeps: bool) -> Any:
-    """Return a value with whole tensors on the CPU in place of shards; containers without shards as they are.
-
-    Args:
-        value: to save.
-        keeps: whether this rank needs the result.
-    """
+    """Return a value with whole tensors on the CPU in place of shards, if this rank ``keeps`` it."""
     if isinstance(value, DTensor):
         whole = value.full_tensor().detach()
         return whole.cpu() if keeps else None

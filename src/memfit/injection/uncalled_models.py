@@ -10,11 +10,7 @@ from memfit.strategies.mechanisms.module_patterns import class_name
 
 
 class UncalledModels:
-    """Watches which models the script calls.
-
-    Args:
-        on_change: called when ``names`` changes.
-    """
+    """Watches which models the script calls."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change

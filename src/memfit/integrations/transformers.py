@@ -164,12 +164,7 @@ class _WindowLoss:
     prepared: Any = None
 
     def __call__(self, model: torch.nn.Module, window: tuple[list[Mapping[str, Any]], Any]) -> torch.Tensor:
-        """Return the last micro-batch's loss.
-
-        Args:
-            model: the trainer's.
-            window: its batches, and their number of tokens, if the trainer counted them.
-        """
+        """Return the last micro-batch's loss."""
         if self.prepared is None:
             self.prepared = Accelerator(mixed_precision=self.mixed_precision).prepare_model(model)
         batches, items = window

@@ -75,11 +75,6 @@ def buffers_of_repeating_step(buffers: Buffers, begin: int, end: int) -> Buffers
          ├───────┼─────────┤  │              a loss that is kept until the next one exists: two are live at
                  │     ├──────┼─────────┤    once, so they are two buffers
 
-    Args:
-        buffers: those of the whole run.
-        begin: when the step begins.
-        end: when it ends.
-
     Returns:
         Buffers in circular time, with the length of the step as their period.
     """

@@ -73,9 +73,6 @@ def pack_buffers(
         The best packing found, after validation. Its height may exceed the capacity: no packing fits if the
         capacity is below ``bound``; otherwise the search did not find one.
 
-    Raises:
-        UsageError: ``seconds`` is negative or NaN.
-
     >>> two = Buffers(np.array([0, 1]), np.array([2, 3]), np.array([4, 4]), ("a", "b"))
     >>> pack_buffers(two).height
     8
@@ -278,10 +275,6 @@ def countable_as_always_live_mask(cut: LifetimeSections, size: Column) -> npt.ND
 
     A packing for extended lifetimes is valid for the real ones, too; that no such packing exists proves
     nothing. Buffers live in more than half of all sections are tried, the longest-lived first.
-
-    Args:
-        cut: the sections of the buffers.
-        size: the size of each buffer.
     """
     always, live = always_live_mask(cut), cut.live.copy()
     length = cut.last - cut.first

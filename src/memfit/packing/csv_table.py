@@ -25,12 +25,7 @@ _LIMIT = 1 << 62
 
 
 def read_buffers_csv(path: Path) -> Buffers:
-    """Read buffers from a CSV file.
-
-    Raises:
-        FileFormatError: the file cannot be read, is not such a table, or contains an invalid buffer; the
-            message names the line and the column.
-    """
+    """Read buffers from a CSV file."""
     try:
         text = read_input_file(path, MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError:

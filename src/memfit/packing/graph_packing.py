@@ -150,9 +150,6 @@ def pack_graph(
         capacity: bytes that are enough for all devices together; None: as few as possible.
         seconds: approximate time limit.
         on_progress: called with a description of each attempt.
-
-    Raises:
-        UsageError: the graph allocates no memory.
     """
     sets = alias_sets(flow)
     own = [alias_set for alias_set in sets if alias_set.size and not alias_set.given]

@@ -100,9 +100,6 @@ def pack_run_memory(
         capacity: bytes that are enough for all streams and pools together; None: as few as possible.
         seconds: approximate time limit.
         on_progress: called with a description of each attempt.
-
-    Raises:
-        UsageError: the script requested no memory.
     """
     lives = buffers_of_requests(requests)
     step, begin, end = last_full_step(requests) or (0, 0, len(requests.ask))
@@ -130,14 +127,7 @@ def pack_run_memory(
 def pack_independent_groups(
     groups: Sequence[Buffers], capacity: int | None, *, seconds: float, on_progress: Callable[[str], None]
 ) -> tuple[Packing, ...]:
-    """Pack groups of buffers that share no memory, dividing the capacity and the time among them.
-
-    Args:
-        groups: at least one, none of them empty.
-        capacity: as in ``pack_run_memory``.
-        seconds: as in ``pack_run_memory``.
-        on_progress: as in ``pack_run_memory``.
-    """
+    """Pack groups of buffers that share no memory, dividing the capacity and the time among them."""
     count = sum(map(len, groups))
     slack = None if capacity is None else capacity - sum(lifetime_sections(group).bound for group in groups)
     packings = []

@@ -66,9 +66,6 @@ class Patch:
 
         Returns:
             A function that restores the original, unless other code has replaced it since.
-
-        Raises:
-            UnsuitableEnvironmentError: the library lacks an attribute that every version must have.
         """
         if not self.declares(name):
             raise LookupError(f"{self.owner} {name} is not declared")

@@ -108,12 +108,6 @@ def assign_torch_functions(
     """Return the events with the PyTorch function of an allocation as its op, if no better op is known.
 
     Autograd's nodes are better, except nodes whose Python code communicates.
-
-    Args:
-        events: with labels and categories.
-        book: holds the labels.
-        column: the PyTorch function of each event, as an index into ``table``.
-        table: the PyTorch functions.
     """
     category, label, labels = events.category.copy(), events.label.copy(), book.labels
     allocated = (events.action == Action.ALLOC) & (label >= 0)
@@ -248,12 +242,7 @@ def fill_missing_event_labels(label: npt.NDArray[np.int32], book: LabelBook) -> 
 
 
 def infer_forward_labels(events: Events, book: LabelBook) -> Events:
-    """Return the events with computation outside modules labelled as part of the forward.
-
-    Args:
-        events: with labels and categories.
-        book: holds the labels.
-    """
+    """Return the events with computation outside modules labelled as part of the forward."""
     early = np.array([each.phase in _BEFORE_FORWARD for each in book.labels] + [False])[events.label]
     edges = np.flatnonzero(np.diff(np.concatenate(((False,), early, (False,))).astype(np.int8)))
     results = np.flatnonzero(early & np.isin(events.category, _RESULTS))

@@ -126,12 +126,7 @@ class MemoryOwners:
             self.incomplete = True
 
     def record_modules(self, serial: int, roots: Mapping[torch.nn.Module, str]) -> None:
-        """Record the buffers, gradients and parameters of some modules.
-
-        Args:
-            serial: of this moment.
-            roots: outermost modules with their names.
-        """
+        """Record the buffers, gradients and parameters of some modules."""
         parameters: list[torch.Tensor] = []
         buffers: list[torch.Tensor] = []
         for root, name in roots.items():
@@ -247,13 +242,7 @@ class MemoryOwners:
     def record_other_tensors(
         self, serial: int, computed: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
     ) -> None:
-        """Record tensors that count as owners only of memory without another owner.
-
-        Args:
-            serial: of this moment.
-            computed: tensors with a ``grad_fn``.
-            others: tensors of which only shape and dtype are known.
-        """
+        """Record tensors that count as owners only of memory without another owner."""
         self._record_results(serial, computed)
         self._record(serial, Category.UNKNOWN, (NamedTensor(tensor, TensorName()) for tensor in others))
 

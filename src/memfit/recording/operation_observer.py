@@ -20,12 +20,7 @@ _STANDARD_ERROR = 2
 
 
 class OperationObserver:
-    """Writes operations to a file, from its creation to ``stop``. There may be only one at a time.
-
-    Args:
-        ghost: leaves marks of streams.
-        book: has the label of each thread.
-    """
+    """Writes operations to a file, from its creation to ``stop``. There may be only one at a time."""
 
     def __init__(self, ghost: GhostRuntime, book: LabelBook) -> None:
         handle, name = tempfile.mkstemp(prefix="memfit-step-", suffix=".json")

@@ -23,11 +23,7 @@ from memfit.recording.tensor_names import local_piece_of_dtensor
 
 
 class ParameterCopies:
-    """Records the copies of the parameters that a script trains.
-
-    Args:
-        owners: to which the copies are added.
-    """
+    """Records the copies of the parameters that a script trains."""
 
     def __init__(self, owners: MemoryOwners) -> None:
         self._owners = owners

@@ -33,11 +33,7 @@ _OPTIMIZER = Patch("torch.optim.optimizer:Optimizer", "__init__", why="learn whi
 
 
 class SecondStepRecorder:
-    """Records the second step of the models that a script trains.
-
-    Args:
-        file: receives ``StepOperations`` as JSON.
-    """
+    """Records the second step of the models that a script trains."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

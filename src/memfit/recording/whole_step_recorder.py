@@ -54,13 +54,7 @@ _CALLED = (Phase.FORWARD, Phase.RECOMPUTE)
 
 
 class WholeStepRecorder:
-    """Records the operations of the second training step.
-
-    Args:
-        ghost: counts the replays of CUDA graphs.
-        book: has the label of each thread.
-        captures: what a script captures in CUDA graphs.
-    """
+    """Records the operations of the second training step."""
 
     def __init__(self, ghost: GhostRuntime, book: LabelBook, captures: GraphCaptures) -> None:
         self._ghost, self._book, self._captures = ghost, book, captures

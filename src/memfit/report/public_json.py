@@ -296,11 +296,7 @@ def baseline_to_json(baseline: MemoryBaseline) -> bytes:
 
 
 def baseline_from_json(content: bytes, name: str) -> MemoryBaseline:
-    """Decode a baseline.
-
-    Raises:
-        FileFormatError: it is not one; the message calls it ``name``.
-    """
+    """Decode a baseline."""
     try:
         found = msgspec.json.decode(content, type=public_json_type(MemoryBaseline))
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:

@@ -51,10 +51,6 @@ def ask_accelerate(
     Returns:
         By the names of ``LaunchedScript``: ``command``, ``module``, ``environment``, ``nproc``, ``nnodes``,
         ``machine``; and whether ``torchrun`` would start the script.
-
-    Raises:
-        UsageError: Accelerate refuses the options or the configuration file, or starts no GPU process.
-        UnsuitableEnvironmentError: Accelerate is not installed.
     """
     asked = json.dumps({"options": list(options), "nproc": nproc, "nnodes": nnodes})
     command = command_running_module("memfit.run.accelerate_launcher")

@@ -12,13 +12,7 @@ from memfit.units import format_bytes
 
 
 class CommunicatorMemory:
-    """Gives the ghost the size of each communicator that the script makes.
-
-    Args:
-        ghost: makes the communicators.
-        device: the GPU of every rank.
-        nproc: ranks on each machine.
-    """
+    """Gives the ghost the size of each communicator that the script makes."""
 
     def __init__(self, ghost: GhostRuntime, device: Device, nproc: int) -> None:
         self._ghost = ghost

@@ -102,13 +102,7 @@ def write_child_settings_file(settings: ChildSettings) -> str:
 def start_script(
     command: tuple[str, ...], settings: ChildSettings, *, hidden: bool = False
 ) -> "subprocess.Popen[bytes]":
-    """Start a process that runs a script.
-
-    Args:
-        command: the script's ``sys.argv``.
-        settings: of the run.
-        hidden: whether the script gets no input, and its output is hidden.
-    """
+    """Start a process that runs a script."""
     stream = subprocess.DEVNULL if hidden else None
     return subprocess.Popen(
         [*command_running_module("memfit.run.child"), write_child_settings_file(settings), *command],

@@ -37,9 +37,6 @@ def processes_started_by_deepspeed(options: Mapping[str, str]) -> StartedProcess
     Args:
         options: by name, without dashes.
 
-    Raises:
-        UsageError: the launcher would not start a Python script, or not as many processes on each machine.
-
     >>> processes_started_by_deepspeed({"num_gpus": "4"}).nproc
     4
     >>> processes_started_by_deepspeed({"include": "localhost:0,2"}).nproc

@@ -109,11 +109,7 @@ class Rank:
 
 
 def first_rank_to_run(*, rank: int, nproc: int, nnodes: int, all_ranks: bool) -> Rank:
-    """Return the rank that a dry run of one rank, or of all, begins with.
-
-    Raises:
-        UsageError: both are asked for; or as for ``Rank``.
-    """
+    """Return the rank that a dry run of one rank, or of all, begins with."""
     if all_ranks and rank:
         raise UsageError("--rank is one rank, and --all-ranks is all of them: give one of the two.")
     return Rank(rank=rank, nproc=nproc, nnodes=nnodes)

@@ -103,11 +103,7 @@ def rank_started_by_torchrun(environment: Mapping[str, str]) -> Rank | None:
 
 
 def check_world_size_is_one(environment: Mapping[str, str]) -> None:
-    """Refuse an environment in which the script would wait for other processes that do not exist.
-
-    Raises:
-        UsageError: ``WORLD_SIZE`` is more than 1.
-    """
+    """Refuse an environment in which the script would wait for other processes that do not exist."""
     size = environment.get("WORLD_SIZE", "1")
     if size.isdigit() and int(size) > 1:
         raise UsageError(

@@ -23,12 +23,7 @@ _STILL = 5.0
 
 
 class OtherRanks:
-    """The ranks that the script has asked for.
-
-    Args:
-        command: the script's ``sys.argv``.
-        settings: those of the rank that the run is about.
-    """
+    """The ranks that the script has asked for."""
 
     def __init__(self, command: tuple[str, ...], settings: ChildSettings) -> None:
         self._command = command

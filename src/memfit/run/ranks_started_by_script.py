@@ -28,12 +28,7 @@ _PATIENCE = 60.0
 
 
 class StartedRanks:
-    """The processes of a run that have joined its process group.
-
-    Args:
-        folder: the run's temporary folder.
-        nproc: ranks on this machine.
-    """
+    """The processes of a run that have joined its process group."""
 
     def __init__(self, folder: Path, nproc: int) -> None:
         self._folder = folder

@@ -65,9 +65,6 @@ class PlanApplicationWatcher:
     def begin(self, versions: Mapping[str, str]) -> None:
         """Say for what else the plan was made, what will be applied and what not.
 
-        Args:
-            versions: of memfit and PyTorch here.
-
         Raises:
             SystemExit: a part of it takes a change of the script.
         """

@@ -134,9 +134,6 @@ def apply_to_model(model: nn.Module, plan: Plan, *, in_engine: bool = False) -> 
 
     Returns:
         The plan.
-
-    Raises:
-        UsageError: one does not suit.
     """
     if conflict := sharding_conflict(plan, sharding_of_model(model)):
         raise UsageError(conflict)

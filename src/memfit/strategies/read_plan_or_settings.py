@@ -13,9 +13,6 @@ from memfit.strategies.settings_files import is_plan
 def read_plan_or_settings(path: Path) -> PlanFile:
     """Return the plan in a file; of a file of settings, what they change about a script.
 
-    Args:
-        path: the file.
-
     Raises:
         FileFormatError: it cannot be read.
         UsageError: a setting is unknown or invalid, or applies to the training loop and not to a model.

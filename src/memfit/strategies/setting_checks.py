@@ -24,9 +24,6 @@ def check_setting_types(settings: Any, strategy: str) -> None:
 
     As in JSON, integers are converted to floats where the field is a float, and lists to tuples.
 
-    Raises:
-        UsageError: a value has another type, or is not one of the field's values.
-
     >>> from memfit.strategies.precision import LossScale
     >>> check_setting_types(LossScale(), "loss_scale")
     """
@@ -65,9 +62,6 @@ def _required_settings(kind: Any) -> list[str]:
 
 def check_dtype_name(name: str | None, setting: str) -> None:
     """Check that a setting is None or the name of a floating-point dtype of PyTorch's.
-
-    Raises:
-        UsageError: it is not.
 
     >>> check_dtype_name("float32", "gradient_dtype")
     """

@@ -42,9 +42,6 @@ def read_settings_file(path: Path, known: Collection[str]) -> Mapping[str, Any]:
     Args:
         path: of a file with one of ``SUFFIXES``; any other is TOML.
         known: the names that memfit reads; of a Python file, the others are left out.
-
-    Raises:
-        FileFormatError: the file cannot be read.
     """
     if path.suffix == ".json" and is_plan(path):
         return read_plan(path).change.plan

@@ -276,9 +276,6 @@ def parse_caffe_mem_param_block(text: str) -> dict[str, Any]:
 
     >>> parse_caffe_mem_param_block('mem_param { optimize_train: true exclude_blob: "fc1" }')
     {'optimize_train': True, 'exclude_blob': ['fc1']}
-
-    Raises:
-        UsageError: there is no such block, there are several, or it cannot be parsed.
     """
     plain = re.sub(r"#[^\n]*", "", text)
     blocks = _BLOCK.findall(plain)
@@ -305,11 +302,7 @@ def parse_caffe_mem_param_block(text: str) -> dict[str, Any]:
 
 
 def check_setting_type(name: str, given: Any, kind: Any, what: str) -> Any:
-    """Return a value if it has the expected type.
-
-    Raises:
-        UsageError: it has another type.
-    """
+    """Return a value if it has the expected type."""
     if given is None and isinstance(None, kind):
         return given
     if not isinstance(given, kind):

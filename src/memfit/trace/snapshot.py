@@ -58,9 +58,6 @@ def read_snapshot(path: Path, device: int = 0) -> Trace:
 
     Returns:
         A trace without labels, marks or categories; its ``statistics`` are the bytes in its segments.
-
-    Raises:
-        FileFormatError: there is no such file, it is not plain data, or it has no history of that device.
     """
     snapshot = _load(path)
     try:
@@ -75,16 +72,7 @@ def read_snapshot(path: Path, device: int = 0) -> Trace:
 
 
 def trace_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
-    """Convert a memory snapshot to a trace.
-
-    Args:
-        snapshot: what ``torch.cuda.memory._snapshot()`` returns.
-        device: index of the device.
-
-    Raises:
-        FileFormatError: it has no history of that device; the message names the devices that have one.
-        KeyError, TypeError, ValueError, OverflowError, AttributeError: it is not a snapshot.
-    """
+    """Convert a memory snapshot to a trace."""
     histories = snapshot["device_traces"]
     with_history = [index for index, history in enumerate(histories) if history]
     if device not in with_history:
@@ -122,10 +110,6 @@ def with_blocks_before_history(snapshot: Mapping[str, Any], device: int = 0) -> 
     """Return a snapshot whose history begins with the blocks allocated before it and still in use at its end.
 
     PyTorch keeps the stack of each block in use, however old, if its allocation was recorded.
-
-    Args:
-        snapshot: what ``torch.cuda.memory._snapshot()`` returns.
-        device: index of the device.
     """
     history = snapshot["device_traces"][device]
     allocated = {event["addr"] for event in history if event["action"] == "alloc"}
@@ -152,9 +136,6 @@ def with_blocks_before_history(snapshot: Mapping[str, Any], device: int = 0) -> 
 def allocator_settings(snapshot: Mapping[str, Any]) -> dict[str, str]:
     """Return the allocator's settings in force, by their names in ``PYTORCH_ALLOC_CONF``.
 
-    Args:
-        snapshot: what ``torch.cuda.memory._snapshot()`` returns.
-
     Returns:
         The string that PyTorch was given, as ``conf``, and the settings that decide sizes.
 
@@ -180,10 +161,6 @@ def allocator_settings(snapshot: Mapping[str, Any]) -> dict[str, str]:
 
 def segments_at_end(snapshot: Mapping[str, Any], device: int = 0) -> tuple[Segment, ...]:
     """Return the segments of one device at the time of the snapshot.
-
-    Args:
-        snapshot: what ``torch.cuda.memory._snapshot()`` returns.
-        device: index of the device.
 
     Returns:
         In order of address; streams have the numbers that ``history_columns`` gives them.

@@ -94,11 +94,7 @@ class _TraceError(Exception):
 
 
 def looks_like_trace_file(path: Path) -> bool:
-    """Return whether a file looks like a trace rather than a pickle: it begins like a zip.
-
-    Raises:
-        FileFormatError: there is no such file, or it cannot be read.
-    """
+    """Return whether a file looks like a trace rather than a pickle: it begins like a zip."""
     with open_input_file(path, None) as file:
         try:
             return file.read(len(_ZIP_START)) == _ZIP_START
@@ -142,15 +138,8 @@ def write_trace(trace: Trace, path: Path) -> None:
 def read_trace(path: Path) -> Trace:
     """Read a trace that ``write_trace`` wrote.
 
-    Args:
-        path: the file.
-
     Returns:
         The trace; its columns are read-only.
-
-    Raises:
-        FileFormatError: there is no such file, or it is not a complete and consistent trace of a version
-            that this memfit reads.
     """
     try:
         with open_input_file(path, MAX_BYTES) as file:

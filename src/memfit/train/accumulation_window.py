@@ -51,9 +51,6 @@ class AccumulationWindow:
             weight: as for ``Engine.backward``.
             share: what the micro-batch weighs if no weight is given: its samples, if batches are divided.
             completes: whether this completes one of the planned micro-batches, which may be split further.
-
-        Raises:
-            UsageError: only some micro-batches have weights, a weight is invalid, or the window is full.
         """
         if self.done == self.planned:
             raise UsageError(
@@ -108,11 +105,7 @@ class AccumulationWindow:
         return 1.0 if self.total is None else self.total / self.weight
 
     def mean_loss(self) -> torch.Tensor:
-        """Return the weighted mean of the losses.
-
-        Raises:
-            UsageError: the window has no loss.
-        """
+        """Return the weighted mean of the losses."""
         if self.loss is None:
             why = "all of its micro-batches have weight 0" if self.done else "it has no micro-batches"
             raise UsageError(f"This accumulation window has no mean loss, because {why}.")

@@ -74,13 +74,7 @@ def gather_batches_by_window(
 
 
 class MicroBatches:
-    """Micro-batches of one window; call ``engine.backward`` once for each.
-
-    Args:
-        group: the micro-batches.
-        ledger: in which their window is open.
-        closes: whether the window ends with them.
-    """
+    """Micro-batches of one window; call ``engine.backward`` once for each."""
 
     def __init__(
         self,

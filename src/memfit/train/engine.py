@@ -30,7 +30,7 @@ from memfit.train.accumulation_window import AccumulationWindow, StepResult
 from memfit.train.arena_steps import ArenaSteps
 from memfit.train.batch_updates_with_retry import DividedBatchStepper, raise_missing_loss
 from memfit.train.batches_by_window import MicroBatches, gather_batches_by_window
-from memfit.train.callbacks import Callback, call_callbacks, callbacks_in_call_order, check_watched_metrics
+from memfit.train.callbacks import Callback, call_callbacks, callbacks_in_call_order
 from memfit.train.data.loader_order import set_sampler_epoch
 from memfit.train.data.loader_position import check_loader_batch_size, number_of_batches
 from memfit.train.engine_setup import set_up_engine
@@ -185,7 +185,6 @@ class Engine(ResumableRun):
         """
         result, notify, schedule = None, self._ledger.notify, self._ledger.update.schedule
         schedule.expect_metric(names := validation_metric_names(metrics, validate))
-        check_watched_metrics(self.callbacks, names)
         self.epochs, self.batches = epochs, number_of_batches(loader)
         self._stopped = self._left_others = False
         self._ranks.agree("engine.fit", same=lambda: {"epochs": f"{epochs}", "metrics": f"{[*names]}"})

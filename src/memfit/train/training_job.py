@@ -42,11 +42,7 @@ class Job:
 
 
 def as_job(job: Job | nn.Module, *parts: Any) -> Job:
-    """Return the job, as given or made of its parts: the other fields of ``Job``, in their order.
-
-    Raises:
-        UsageError: parts are missing, or given twice.
-    """
+    """Return the job, as given or made of its parts: the other fields of ``Job``, in their order."""
     if isinstance(job, nn.Module):
         whole = Job(job, *parts)
     elif not isinstance(job, Job):
@@ -151,11 +147,7 @@ def _check_schedule(job: Job) -> None:
 
 
 def learning_rate_schedule_of(job: Job, optimizer: torch.optim.Optimizer) -> SchedulerAndInterval:
-    """Return a job's schedule; its scheduler is made if the job has a function for it.
-
-    Raises:
-        UsageError: the scheduler is none, or cannot step as the job says.
-    """
+    """Return a job's schedule; its scheduler is made if the job has a function for it."""
     if job.scheduler is None:
         return SchedulerAndInterval()
     made = job.scheduler(optimizer) if callable(job.scheduler) else job.scheduler

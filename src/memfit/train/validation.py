@@ -18,11 +18,7 @@ Metric = Callable[[nn.Module, Any], Any]
 
 
 def validation_metric_names(metrics: Mapping[str, Metric] | None, loader: Iterable[Any] | None) -> list[str]:
-    """Return the names of the metrics that ``fit`` validates.
-
-    Raises:
-        UsageError: there are metrics, but nothing to validate.
-    """
+    """Return the names of the metrics that ``fit`` validates."""
     if loader is not None:
         return list(metrics or ["loss"])
     if metrics:
@@ -52,9 +48,6 @@ def run_validation(  # noqa: PLR0913 - what the engine knows about its validatio
         size: the number of samples of a batch; batches of unknown size count alike.
         ranks: that validate together, each with a loader of its own.
         together: whether the ranks run each forward together (fsdp2): one with fewer batches repeats one.
-
-    Raises:
-        UsageError: there are no batches.
     """
     sums: dict[str, Any] = {}
     with _evaluating(model):

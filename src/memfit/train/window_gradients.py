@@ -239,9 +239,6 @@ class KeptGradients(_GradientHooks):
 
     A DistributedDataParallel keeps gradients in the buckets that it reduces, which stay allocated anyway. A
     gradient that is dropped would be allocated anew beside them by the next backward.
-
-    Args:
-        parameters: their gradients stay where they are.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -58,13 +58,7 @@ class _RankMemory:
 
 
 class RankRuns:
-    """Runs a script under changes, as some ranks of a job. Use it as a context manager.
-
-    Args:
-        command: the script's ``sys.argv``.
-        options: ``options.rank`` says how many ranks there are.
-        on_progress: as for ``run_script``.
-    """
+    """Runs a script under changes, as some ranks of a job. Use it as a context manager."""
 
     def __init__(
         self, command: tuple[str, ...], options: RunOptions, on_progress: Callable[[ScriptProgress], None]
@@ -81,10 +75,6 @@ class RankRuns:
 
     def as_written(self, change: Change, what: str) -> list[RankRun]:
         """Run the script as written, the first time: on every rank, if it trains on several GPUs itself.
-
-        Args:
-            change: one that leaves its memory as it is.
-            what: the run's name.
 
         Returns:
             A run of each role, the one that needs most first.
@@ -124,10 +114,6 @@ class RankRuns:
 
     def under(self, change: Change, what: str) -> list[RankRun] | ScriptEnd:
         """Run the script under a change, after ``as_written``.
-
-        Args:
-            change: the change.
-            what: the run's name.
 
         Returns:
             A run of each rank that may need most; or, if a run did not complete, how it ended.

@@ -47,10 +47,6 @@ def _available_memory() -> int:
 def run_scripts_side_by_side(calls: Sequence[Callable[[], Result]], most: int) -> list[Result]:
     """Make calls that run scripts, in threads, and return their results in the order of the calls.
 
-    Args:
-        calls: the calls.
-        most: how many are made at once.
-
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C. Here and below, no script runs any longer.
         BaseException: what a call raised first.
@@ -76,11 +72,7 @@ def run_scripts_side_by_side(calls: Sequence[Callable[[], Result]], most: int) -
 
 
 class ProgressOfFirst:
-    """Shows the progress of the first of several runs, and how many there are beside it.
-
-    Args:
-        on_progress: as for ``run_script``.
-    """
+    """Shows the progress of the first of several runs, and how many there are beside it."""
 
     def __init__(self, on_progress: Callable[[ScriptProgress], None]) -> None:
         self._on_progress = on_progress
@@ -122,11 +114,7 @@ class RunsAhead(Generic[Wanted, Result]):
         return self._kept.pop(wanted, None) or self._run(wanted, what)
 
     def make(self, wanted: Sequence[tuple[Wanted, str]]) -> None:
-        """Make runs that will be, or may be, asked for, if this machine can run several side by side.
-
-        Args:
-            wanted: each with its name.
-        """
+        """Make runs that will be, or may be, asked for, if this machine can run several side by side."""
         new = [each for each in wanted if each[0] not in self._kept]
         most = min(len(new), most_scripts_side_by_side())
         if most < 2:  # noqa: PLR2004 - one run has nothing beside it

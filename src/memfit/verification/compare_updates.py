@@ -82,12 +82,7 @@ def _most(values: npt.NDArray[np.float64]) -> float:
 
 
 def largest_allowed_difference(equality: Equality, arithmetic: str) -> float:
-    """Return the largest difference that a plan may make.
-
-    Args:
-        equality: what the plan promises.
-        arithmetic: the lowest precision of the forward.
-    """
+    """Return the largest difference that a plan may make."""
     if equality is Equality.OTHER:
         return float("inf")
     return 0.0 if equality is Equality.BITWISE else BOUNDS.get(arithmetic, BOUNDS["bfloat16"])
@@ -105,13 +100,7 @@ def gradients_keep_promise(
 
 
 def have_same_inputs(one: FirstUpdateRun, other: FirstUpdateRun, parts: int = 1) -> bool:
-    """Return whether two runs passed their models the same rows, in the same order.
-
-    Args:
-        one: a run.
-        other: another one.
-        parts: in how many the batches of the other run come.
-    """
+    """Return whether two runs passed their models the same rows, in the same order."""
     mine, others = one.update.inputs, other.update.inputs
     return not mine if not others else not isinstance(find_undivided_tensor(mine, others, parts), InputTensor)
 

@@ -215,13 +215,7 @@ class FirstUpdateWatcher:
         self._arithmetic |= {str(kind).removeprefix("torch.") for kind in kinds}
 
     def steps(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Collect the gradients of an update that is about to be made, after its closure if it has one.
-
-        Args:
-            optimizer: the optimizer.
-            args: of its ``step``, the optimizer first.
-            kwargs: the same.
-        """
+        """Collect the gradients of an update that is about to be made, after its closure if it has one."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._collect(optimizer)

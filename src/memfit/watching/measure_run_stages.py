@@ -65,12 +65,7 @@ class MeasuredRunStage:
 
 
 class RunStageMeter:
-    """Measures stages from the marks of a run.
-
-    Args:
-        read: returns what PyTorch's counters hold now.
-        records_gradients: returns whether the calling thread records gradients.
-    """
+    """Measures stages from the marks of a run."""
 
     def __init__(self, read: Callable[[], StepMemory], records_gradients: Callable[[], bool]) -> None:
         self._read, self._records_gradients = read, records_gradients
@@ -104,11 +99,7 @@ class RunStageMeter:
             self._drop_marks()
 
     def complete_step(self, now: StepMemory) -> list[MeasuredRunStage]:
-        """Note that a training step is complete; return the stages that have ended since the last one.
-
-        Args:
-            now: what the counters hold.
-        """
+        """Note that a training step is complete; return the stages that have ended since the last one."""
         self._end_part(now)
         ended = self._decide(ran_out=False)
         self.current.steps += 1
@@ -116,12 +107,7 @@ class RunStageMeter:
         return ended
 
     def finish(self, now: StepMemory, *, ran_out: bool) -> list[MeasuredRunStage]:
-        """Return the stages that have ended since the last step, and the current one: the run is over.
-
-        Args:
-            now: what the counters hold.
-            ran_out: whether memory has run out since the last step.
-        """
+        """Return the stages that have ended since the last step, and the current one: the run is over."""
         self._end_part(now)
         return [*self._decide(ran_out=ran_out), self.current]
 

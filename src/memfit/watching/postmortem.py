@@ -87,11 +87,6 @@ def write_postmortem(recorder: Recorder, failure: AllocationFailure, folder: Pat
 
     The first lines come before anything is written, and the trace is written before the report.
 
-    Args:
-        recorder: the recorder of the run so far.
-        failure: the failure that is happening now.
-        folder: where to write the files.
-
     Raises:
         UsageError: the folder is not writable.
     """

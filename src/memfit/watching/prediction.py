@@ -70,11 +70,7 @@ class Prediction:
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
-        """Derive a prediction from the trace of a dry run or a recording.
-
-        Raises:
-            UsageError: the trace is of a post-mortem, or has no complete training step.
-        """
+        """Derive a prediction from the trace of a dry run or a recording."""
         if len(trace.events) and np.any(trace.events.action == Action.EARLIER):
             raise UsageError(
                 "The trace passed as 'prediction' starts in the middle of a run, like the trace of a "

@@ -41,9 +41,6 @@ class ImportedSymbol:
 class ElfFile:
     """A shared library, memory-mapped: PyTorch's are half a gigabyte each.
 
-    Args:
-        path: the library.
-
     Raises:
         ValueError: the file is not a 64-bit little-endian ELF file.
 

@@ -65,9 +65,6 @@ def find_torch(folder: Path | None = None) -> TorchInstall:
     Args:
         folder: the package folder; by default the one this interpreter would import.
 
-    Raises:
-        UnsuitableEnvironmentError: the ghost cannot run on this platform or with this PyTorch.
-
     """
     _check_platform()
     folder = folder or _package_folder()

@@ -302,13 +302,7 @@ def _unknown(_parts: list[torch.Tensor]) -> None:
 
 
 def _routed(values: AssumedValues, counts: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Return the rows that each rank sends to each of this rank's experts.
-
-    Args:
-        values: chooses how many rows there are.
-        counts: of the rows that this rank sends, by expert.
-        ranks: how many there are.
-    """
+    """Return the rows that each rank sends to each of this rank's experts."""
     sent = int(counts.sum())
     received = torch.zeros(ranks, counts.numel() // ranks, dtype=counts.dtype, device="cpu")
     choice = values.choose("count", "routing")

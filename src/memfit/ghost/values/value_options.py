@@ -79,9 +79,6 @@ class GpuValueOptions:
             text: ``key=value`` pairs separated by commas. A count with a decimal point or a percent sign is
                 a share (``1.0`` and ``100%`` are all elements), one without is a number.
 
-        Raises:
-            UsageError: an unknown or repeated key, or a value that is invalid for its key.
-
         >>> GpuValueOptions.parse("float=0.5, nonzero=25%").given
         {'float': '0.5', 'nonzero': '25%'}
         """

@@ -57,16 +57,7 @@ def choose_drawn_blocks(
     also: Sequence[int] = (),
     most: int = MOST_BLOCKS,
 ) -> DrawnTimeline:
-    """Choose the blocks that are drawn individually, and the moments.
-
-    Args:
-        trace: what was recorded.
-        line: its timeline.
-        blocks: all of its blocks.
-        ranges: all of its reserved memory.
-        also: events that become moments in any case.
-        most: maximum number of blocks.
-    """
+    """Choose the blocks that are drawn individually, and the moments."""
     count = len(trace.events)
     if not count:
         nothing = np.zeros(0, np.int64)

@@ -113,14 +113,7 @@ class DrawnTimelineFacts:
 def _page_facts(
     trace: Trace, picture: DrawnTimeline, near: tuple[HighMemoryMoment, ...], summary: DryRun
 ) -> DrawnTimelineFacts:
-    """Collect the facts for the page.
-
-    Args:
-        trace: what was recorded.
-        picture: what is drawn of it.
-        near: its ``shortcuts``.
-        summary: the summary of the run, for the figures of the device.
-    """
+    """Collect the facts for the page."""
 
     def moments(events: list[int]) -> tuple[int, ...]:
         return tuple(np.searchsorted(picture.events, events).tolist())
@@ -220,14 +213,6 @@ def page_payload(
     most: int = MOST_BLOCKS,
 ) -> PagePayload:
     """Return the data that the page draws.
-
-    Args:
-        trace: what was recorded.
-        line: its timeline.
-        attribution: the attribution of its allocations.
-        summary: the summary of the run, for the figures of the device.
-        words: the page's table of texts, filled here.
-        most: maximum number of blocks drawn individually.
 
     Raises:
         FileFormatError: an address or a size is beyond what any device has.

@@ -23,13 +23,6 @@ def run_report_html(
 ) -> str:
     """Return the report of a run as one HTML file that works offline, opened at the peak.
 
-    Args:
-        trace: what was recorded.
-        line: its ``timeline``.
-        attribution: the attribution of its allocations.
-        summary: the summary to show at the top.
-        source: whether to include file names, line numbers and the command.
-
     Returns:
         The text of the file. It depends only on the input and the working folder, which shortens paths.
 

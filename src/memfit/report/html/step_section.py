@@ -48,13 +48,7 @@ class _Lane:
 
 
 def step_section_html(trace: Trace, summary: DryRun, words: PageTextTable) -> str:
-    """Return the section about the time of a step; empty for a run that is not on the ghost.
-
-    Args:
-        trace: what was recorded.
-        summary: its summary, which has the time.
-        words: makes names safe to show.
-    """
+    """Return the section about the time of a step; empty for a run that is not on the ghost."""
     time = summary.step_time
     lines = list(step_time_lines(time, summary.step_time_unknown))
     simulated = None if time is None else simulated_step_of_trace(trace)

@@ -39,14 +39,7 @@ _LATE = 0.8
 
 
 class _Axis:
-    """Places values on a line of pixels.
-
-    Args:
-        values: to be shown.
-        least: range of values at least.
-        start: pixel of the smallest.
-        end: pixel of the largest.
-    """
+    """Places values on a line of pixels."""
 
     def __init__(self, values: Sequence[float], least: float, start: float, end: float) -> None:
         extent = max(max(values) - min(values), least)

@@ -227,10 +227,6 @@ def _peak_term_table(result: DryRun, width: int) -> Table:
 
     nvidia-smi lists a process. The first version of ``nvmlDeviceGetMemoryInfo`` counts all that is used on
     the card: by this process, by others, and by the driver. The second version leaves the driver's part out.
-
-    Args:
-        result: the run.
-        width: columns of the terminal.
     """
     total = max(result.peak_process.bytes, 1)
     unit = unit_for_table(result.peak_reserved)

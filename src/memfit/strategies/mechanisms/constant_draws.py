@@ -53,11 +53,7 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and fill what it has drawn.
-
-        Raises:
-            UsageError: it draws from a generator that is not known.
-        """
+        """Run an operation, and fill what it has drawn."""
         if torch.Tag.nondeterministic_seeded not in function.tags:
             result = function(*args, **(kwargs or {}))
             if function.overloadpacket in _ORDERS and _has_no_order(args[0]):

@@ -82,11 +82,7 @@ class ShareOfRank:
         torch.autograd.Variable._execution_engine.queue_callback(self.reduction.finish)
 
     def expect_same(self, name: str, value: Any, advice: str = _DRAW_ALIKE) -> None:
-        """Check that the ranks have something alike.
-
-        Raises:
-            UsageError: they do not; the message ends with the advice.
-        """
+        """Check that the ranks have something alike."""
         if why := self.difference(name, value):
             self.refuse(f"{why} {advice}")
             raise UsageError(f"{why} {advice}")
@@ -101,11 +97,7 @@ class ForwardOfRank(SlicedForward):
         """Of the outputs of each sample, by the kind of call and the shapes of inputs and parameters."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward on this rank's share, if a backward may follow and each rank gets a sample.
-
-        Raises:
-            UsageError: the batch or the model's outputs cannot be divided.
-        """
+        """Run the forward on this rank's share, if a backward may follow and each rank gets a sample."""
         forward = self.__wrapped__
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)

@@ -222,10 +222,6 @@ def without_saving(call: Callable[[], Any], own: Iterable[Any]) -> Any:
     """Return what a forward returns whose operations save no tensors for a backward, which will not come.
 
     A forward that needs them, as it differentiates, runs again, draws the same, and saves what it needs.
-
-    Args:
-        call: the forward.
-        own: the generators that it may draw from, besides the global ones.
     """
     drawn, steps = DrawnRandomNumbers.start((torch.default_generator, *own)), ["runs"]
 
@@ -322,11 +318,7 @@ def _chunks(pair: tuple[torch.Tensor, torch.Tensor]) -> Iterable[Any]:
 
 
 def place_of_loss(leaves: Sequence[Any]) -> int | None:
-    """Return which of a model's outputs is its loss; None if none is.
-
-    Raises:
-        UsageError: several may be.
-    """
+    """Return which of a model's outputs is its loss; None if none is."""
     found = [
         index
         for index, each in enumerate(leaves)

@@ -97,11 +97,7 @@ class JoinedOutputs:
         self._joined: list[Any] | None = None
 
     def add(self, output: Any, samples: int) -> None:
-        """Add the output of the next slice.
-
-        Raises:
-            UsageError: it cannot be joined.
-        """
+        """Add the output of the next slice."""
         leaves, spec = tree_flatten(output)
         if self._spec is None:
             self._spec = spec
@@ -163,9 +159,6 @@ class JoinedOutputs:
 def samples_dimension(first: torch.Tensor, other: torch.Tensor, samples: int, others: int) -> int | None:
     """Return the dimension of an output along which samples lie, by its shapes for two numbers of them.
 
-    Raises:
-        UsageError: there is none, or several.
-
     >>> samples_dimension(torch.zeros(5, 3), torch.zeros(5, 12), 1, 4)
     1
     """
@@ -218,11 +211,7 @@ class _JoinedTensor:
         self._begin += samples
 
     def store(self, part: torch.Tensor, begin: int, samples: int) -> None:
-        """Copy the output of a slice to its place.
-
-        Raises:
-            UsageError: it has another shape for each sample than the first slice's.
-        """
+        """Copy the output of a slice to its place."""
         rows, dim = self.rows(self.tensor, begin, samples), self._place.dim
         of_each = self.tensor.size(dim) // self._samples
         if part.shape != (*self.tensor.shape[:dim], of_each * samples, *self.tensor.shape[dim + 1 :]):

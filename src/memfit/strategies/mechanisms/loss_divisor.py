@@ -50,9 +50,6 @@ class LossTerm:
 def terms_of_loss(loss: torch.Tensor) -> list[LossTerm]:
     """Return the reductions whose sum a loss is, from its graph.
 
-    Args:
-        loss: of no dimensions, with its graph.
-
     Raises:
         UsageError: the graph does not show them.
 
@@ -202,11 +199,7 @@ class LossRule:
         return [numbers[index] if -index <= len(numbers) else math.nan for index in self._counts]
 
     def divisor_of(self, rows: Sequence[Sequence[float]]) -> float:
-        """Return the divisor of a batch, from those of slices, each with its counts.
-
-        Raises:
-            UsageError: it does not follow.
-        """
+        """Return the divisor of a batch, from those of slices, each with its counts."""
         for place in range(1, len(self._learned[0])):
             own, learned = ([(row[0], row[place]) for row in each] for each in (rows, self._learned))
             if (total := _total(own, [*own, *learned])) is not None:
@@ -268,11 +261,7 @@ class LossRule:
 
 
 class SumOfSlices:
-    """The losses of the slices of a batch, added up.
-
-    Args:
-        rule: by what they are divided.
-    """
+    """The losses of the slices of a batch, added up."""
 
     def __init__(self, rule: LossRule) -> None:
         self._rule = rule
@@ -331,10 +320,6 @@ def _total(slices: Sequence[tuple[float, float]], known: Sequence[tuple[float, f
     """Return the divisor of a batch, from those of slices, and the counts that they may be made of.
 
     As in ``max(count, least) + added``. None if they are not, or if that does not show ``added``.
-
-    Args:
-        slices: divisor and count of each.
-        known: others too, to learn from.
     """
     least, added = min(divisor for divisor, _ in known), min(divisor - count for divisor, count in known)
     count, most = sum(each for _, each in slices), max(each for _, each in known)
@@ -377,11 +362,7 @@ def _is_constant(numbers: Sequence[Number], passed: Sequence[Any]) -> bool:
 
 
 def _expect_same_weights(divisors: Sequence[Sequence[Number]]) -> None:
-    """Check that the terms of a loss weigh the slices of a batch alike.
-
-    Args:
-        divisors: of each slice, those of the terms.
-    """
+    """Check that the terms of a loss weigh the slices of a batch alike."""
     if is_ghost_loaded():
         return
     numbers = [[float(each) for each in of_slice] for of_slice in divisors]

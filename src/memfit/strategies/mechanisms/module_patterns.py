@@ -30,9 +30,6 @@ def modules_named(model: nn.Module, patterns: str | Sequence[str], what: str) ->
         model: searched without the model itself, which has no name.
         patterns: one or several, as in the module docstring.
         what: the setting that they belong to, for the message.
-
-    Raises:
-        UsageError: a pattern selects no module; the message lists the nearest names.
     """
     known = dict(_named(model))
     found: set[str] = set()

@@ -45,10 +45,6 @@ class OptimizerStateBlock:
     The tensors stay the same objects. Their ``data`` is memory of the host or, while in use, of the device.
     Parameters among them (float32 copies of the model's) keep their device and shape for the sake of their
     gradients: while their values are on the host, each of their elements is the same NaN.
-
-    Args:
-        device: of the parameters.
-        to_device, to_host: the copies in each direction.
     """
 
     def __init__(self, device: torch.device, to_device: HostCopier, to_host: HostCopier) -> None:

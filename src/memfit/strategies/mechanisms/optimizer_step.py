@@ -32,11 +32,7 @@ def mark_as_step_wrapper(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_step_is_not_replaced(optimizer: Optimizer) -> None:
-    """Check that an optimizer's ``step`` calls its own step, or was replaced by a scheduler alone.
-
-    Raises:
-        UsageError: it was replaced by another function.
-    """
+    """Check that an optimizer's ``step`` calls its own step, or was replaced by a scheduler alone."""
     step = vars(optimizer).get("step")
     if not (step is None or hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "calls_own_step")):
         raise UsageError(
@@ -64,10 +60,6 @@ def guard_optimizer_step(optimizer: Optimizer, may_step: Callable[[], bool]) -> 
     """Have an optimizer leave out each update of its own step for which ``may_step`` returns False.
 
     A closure runs before that is asked. An own step that is guarded already stays so.
-
-    Raises:
-        UsageError: its step was replaced by a function that does not call its own; or, in a step, its closure
-            runs more than once.
     """
     own = vars(optimizer).get(_OWN)
     if hasattr(own, "is_guard"):
@@ -117,11 +109,7 @@ def step_tracked_by_schedulers(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def check_updates_are_independent(optimizer: Optimizer, setting: str) -> None:
-    """Check that an optimizer updates each parameter independently of the others.
-
-    Raises:
-        UsageError: it does not, or is not known to.
-    """
+    """Check that an optimizer updates each parameter independently of the others."""
     module = type(optimizer).step.__module__
     if not module.startswith(("torch.optim.", "torchao.", "bitsandbytes.")) or isinstance(
         optimizer, torch.optim.LBFGS

@@ -71,10 +71,6 @@ class FingerprintComparer(FingerprintRecorder):  # type: ignore[no-untyped-call]
 
     A recomputation may end early: fewer operations are not a difference; additional or other ones are.
 
-    Args:
-        region: its name, for the error.
-        recorded: the forward's fingerprints.
-
     Raises:
         DivergenceError: an operation differs; raised from inside it.
     """

@@ -35,9 +35,6 @@ class KeptResults:
 
     A result is released as a recomputation takes it, unless the backward retains its graph. A later
     recomputation, of another part of the region's graph, runs the operation again.
-
-    Args:
-        operations: whose results are kept.
     """
 
     def __init__(self, operations: Sequence[str]) -> None:
@@ -111,9 +108,6 @@ def selective_contexts_for_compile(operations: Sequence[str]) -> tuple[Any, Any]
     """Return PyTorch's contexts for a region that torch.compile traces: it reads them as marks in its graph.
 
     A module-level function of plain strings: torch.compile calls it by name.
-
-    Args:
-        operations: whose results are kept.
     """
     is_kept = make_keep_decision(operations, Counter())
 
@@ -125,12 +119,7 @@ def selective_contexts_for_compile(operations: Sequence[str]) -> tuple[Any, Any]
 
 
 def operations_not_run(operations: Sequence[str], seen: "Counter[Any]") -> list[str]:
-    """Return the names of calls, such as ``aten.mm.default:2``, that a forward did not make.
-
-    Args:
-        operations: as for ``KeptResults``.
-        seen: how often the forward ran each operation.
-    """
+    """Return the names of calls, such as ``aten.mm.default:2``, that a forward did not make."""
     return [
         name
         for name in operations
@@ -153,12 +142,7 @@ def products_called_less_often(missing: Sequence[str], seen: "Counter[Any]") -> 
 
 
 def make_keep_decision(operations: Sequence[str], seen: "Counter[Any]") -> Callable[[Any], bool]:
-    """Return the function that is asked, for each call of an operation, whether its results are kept.
-
-    Args:
-        operations: as for ``KeptResults``.
-        seen: receives how often it was asked.
-    """
+    """Return the function that is asked, for each call of an operation, whether its results are kept."""
     every, calls = _kept_calls(operations)
 
     def is_kept(operation: Any) -> bool:
@@ -215,11 +199,7 @@ def _is_in_place_or_view(operation: Any) -> bool:
 
 
 def operation_overloads(operation: str) -> list[torch._ops.OpOverload]:
-    """Return the operations that a name such as ``aten.mm`` or ``aten.mm.default:2`` stands for.
-
-    Raises:
-        UsageError: no operation has that name.
-    """
+    """Return the operations that a name such as ``aten.mm`` or ``aten.mm.default:2`` stands for."""
     path, numbered, call = operation.partition(":")
     if numbered and not call.isdecimal():
         raise UsageError(

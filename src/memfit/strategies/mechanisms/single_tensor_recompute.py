@@ -174,12 +174,7 @@ class _Tape:
         return content
 
     def _before_write(self, tensor: torch.Tensor, *, is_read: bool = False) -> NotedContent | None:
-        """Return what a tensor's storage holds before an operation writes to it: a copy of what is kept.
-
-        Args:
-            tensor: the tensor.
-            is_read: whether a note of that operation will read it.
-        """
+        """Return what a tensor's storage holds before an operation writes to it: a copy of what is kept."""
         stored = self._of(tensor)
         if stored.noted is not None:
             return stored.noted

@@ -27,11 +27,7 @@ _AT_ONCE = 1 << 62
 
 
 class ChainedAliases:
-    """The aliases of a module's trained parameters, of one slice after the other.
-
-    Args:
-        module: whose parameters.
-    """
+    """The aliases of a module's trained parameters, of one slice after the other."""
 
     def __init__(self, module: nn.Module) -> None:
         self._chains = [(each, _Sum()) for each in module.parameters() if each.requires_grad]

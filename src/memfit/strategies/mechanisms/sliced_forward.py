@@ -78,11 +78,7 @@ class SlicedForward(WrappedForward):
         """By the same: its calls in slices."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward in slices, if a backward may follow.
-
-        Raises:
-            UsageError: the batch or the model's outputs cannot be divided.
-        """
+        """Run the forward in slices, if a backward may follow."""
         forward = self.__wrapped__
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)

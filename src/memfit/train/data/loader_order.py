@@ -66,9 +66,6 @@ def batches_already_read(consumed: int, there: SavedLoaderOrder, loader: Any, ra
         there: their order.
         loader: this rank's.
         ranks: their number now.
-
-    Raises:
-        UsageError: an order is unknown, they differ, or the samples are no whole number of batches.
     """
     here = loader_order_of(loader, ranks)
     saved = f"{there['ranks']} rank{'s' * (there['ranks'] != 1)}"
@@ -111,11 +108,6 @@ def set_sampler_epoch(loader: Iterable[Any], epoch: int, ranks: SingleRank) -> N
     """Set the epoch of a loader's sampler, and warn if every rank may train on the same data.
 
     All ranks call this at the same time.
-
-    Args:
-        loader: as ``fit`` received it; only a ``DataLoader`` has samplers.
-        epoch: that begins, counted from 0.
-        ranks: that train together.
     """
     samplers: list[Any] = []
     if isinstance(loader, DataLoader):

@@ -74,10 +74,6 @@ class LoaderPosition:
             size: of a window.
             remainder: ``"drop"`` leaves out a last group that is smaller.
             carried: micro-batches that the first window already has, from earlier epochs.
-
-        Raises:
-            UsageError: the data are not those with which the state was saved, or the ranks have different
-                numbers of batches, and this remainder needs equal ones.
         """
         if self._iterating:
             raise UsageError(
@@ -276,12 +272,7 @@ def number_of_batches(loader: Any) -> int | None:
 
 
 def check_loader_batch_size(settings: Accumulation, loader: Any) -> None:
-    """Check the loader's batch size, if both it and the settings have one.
-
-    Args:
-        settings: the settings of accumulation.
-        loader: the loader that the script passes to the engine.
-    """
+    """Check the loader's batch size, if both it and the settings have one."""
     name = "micro_batch_size" if settings.gathers else "global_batch_size"
     given, expected = _loader_batch_size(loader), getattr(settings, name)
     if None in (given, expected) or given == expected:

@@ -29,11 +29,7 @@ BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
 
 
 class RankGradients:
-    """Gradients that need no reduction: those of a single process.
-
-    Args:
-        ranks: that train together.
-    """
+    """Gradients that need no reduction: those of a single process."""
 
     reduces_in_backward = False
 
@@ -202,12 +198,7 @@ class ReplicaGradients(RankGradients):
 
 
 class ShardGradients(RankGradients):
-    """Gradients of fully_shard's parameters: each backward reduces them, and leaves each rank its share.
-
-    Args:
-        ranks: that train together.
-        model: sharded.
-    """
+    """Gradients of fully_shard's parameters: each backward reduces them, and leaves each rank its share."""
 
     reduces_in_backward = True
 
@@ -284,13 +275,7 @@ def _ways_of(window: AccumulationWindow) -> tuple[float, float]:
 
 
 def _expect_weighed_alike(window: AccumulationWindow, given: float, others: float) -> None:
-    """Check that all ranks weigh their micro-batches in the same way.
-
-    Args:
-        window: of this rank.
-        given: ranks whose micro-batches have weights.
-        others: ranks whose micro-batches have none.
-    """
+    """Check that all ranks weigh their micro-batches in the same way."""
     if given and others:
         here = "weights" if window.weighted else "none"
         raise UsageError(

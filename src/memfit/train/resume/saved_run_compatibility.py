@@ -20,12 +20,7 @@ from memfit.user_lines import warn_user
 
 
 def check_run_suits_engine(parts: EngineParts, state: SavedRun) -> None:
-    """Refuse a saved run that cannot resume in an engine.
-
-    Raises:
-        UsageError: model, optimizer or scheduler differ from those saved; or the state was saved inside a
-            window, which another precision or accumulation cannot complete.
-    """
+    """Refuse a saved run that cannot resume in an engine."""
     model = model_without_wrappers(parts).state_dict()
     check_saved_shapes(model, state["model"])
     _expect_values(state["model"])
@@ -55,11 +50,7 @@ def check_run_suits_engine(parts: EngineParts, state: SavedRun) -> None:
 
 
 def check_no_open_window(saved: dict[str, Any], there: int, here: int) -> None:
-    """Refuse to continue a window on another number of ranks, whose batches and gradients are others.
-
-    Raises:
-        UsageError: the state was saved inside a window.
-    """
+    """Refuse to continue a window on another number of ranks, whose batches and gradients are others."""
     if saved["window"] is not None:
         raise UsageError(
             f"Cannot resume: the state was saved inside an accumulation window, on {there} "
@@ -69,11 +60,7 @@ def check_no_open_window(saved: dict[str, Any], there: int, here: int) -> None:
 
 
 def check_saved_shapes(here: dict[str, Any], there: dict[str, Any]) -> None:
-    """Refuse saved tensors and values that are not those of a model, by name, kind and shape.
-
-    Raises:
-        UsageError: one is missing, superfluous or different.
-    """
+    """Refuse saved tensors and values that are not those of a model, by name, kind and shape."""
     for name, value in here.items():
         if name not in there:
             raise UsageError(f"Cannot resume: this model has {name!r}, which the saved model lacks.")

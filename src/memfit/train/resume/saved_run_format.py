@@ -119,11 +119,7 @@ class _OwnRun(TypedDict):
 
 
 def check_saved_run(saved: dict[str, Any]) -> SavedRun:
-    """Return a state if its format is valid.
-
-    Raises:
-        FileFormatError: it is invalid, or has another version.
-    """
+    """Return a state if its format is valid."""
     read = _converted(saved, SavedRun)
     window = read["window"]
     if window is not None and not _is_possible(window):
@@ -140,11 +136,7 @@ def check_saved_run(saved: dict[str, Any]) -> SavedRun:
 
 
 def check_shared_run_file(saved: dict[str, Any]) -> SharedRunFile:
-    """Return a common file's content if its format is valid.
-
-    Raises:
-        FileFormatError: it is invalid, or has another version.
-    """
+    """Return a common file's content if its format is valid."""
     file = _converted(saved, SharedRunFile, _SharedRun)
     names = sum(map(len, file["run"]["groups"]))
     if len(file["owners"]) != names or any(owner >= file["ranks"] for owner in file["owners"]):
@@ -156,11 +148,7 @@ def check_shared_run_file(saved: dict[str, Any]) -> SharedRunFile:
 
 
 def check_rank_run_file(saved: dict[str, Any], rank: int) -> RankRunFile:
-    """Return the content of a rank's file if its format is valid.
-
-    Raises:
-        FileFormatError: it is invalid, has another version, or is another rank's.
-    """
+    """Return the content of a rank's file if its format is valid."""
     file = _converted(saved, RankRunFile, _OwnRun)
     if file["rank"] != rank:
         raise FileFormatError(

@@ -64,11 +64,7 @@ def save_sharded_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, grou
 def load_sharded_tensors(
     tensors: Mapping[str, torch.Tensor], index: Metadata, folder: Path, group: Any
 ) -> None:
-    """Read tensors of a folder into these, of the same shapes; every rank calls this, with its shards.
-
-    Raises:
-        FileFormatError: a chunk that a rank needs is damaged; all ranks raise it.
-    """
+    """Read tensors of a folder into these, of the same shapes; every rank calls this, with its shards."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():
@@ -135,11 +131,7 @@ class _CheckedReader(FileSystemReader):
 
 
 def read_tensor_index(folder: Path) -> Metadata:
-    """Return which tensors a folder has, and where.
-
-    Raises:
-        FileFormatError: the folder is incomplete, damaged, or was written by another program.
-    """
+    """Return which tensors a folder has, and where."""
     content = read_input_file(folder / ".metadata", _MOST_INDEX_BYTES)
     try:
         index = _state(load_plain_pickle(content, objects=True), Metadata)

@@ -23,9 +23,6 @@ def save_state_file(state: dict[str, Any], path: Path) -> None:
     that a run that is killed while saving leaves at most one behind, which its next save reuses.
 
     NumPy's scalars become Python's; values that ``load_state_file`` would not read are refused.
-
-    Raises:
-        UsageError: another process is writing the file, or the state has a value that is not plain.
     """
     state = _plain(state, "")
     partial = path.with_name(f".{path.name}.partial")
