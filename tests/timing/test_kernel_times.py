@@ -232,6 +232,7 @@ def test_float32_attention_uses_tensor_cores_where_they_know_tf32():
         (pointwise("aten.add.Tensor", 1000), 3),
         (pointwise("aten.add_.Tensor", 1000), 3),
         (pointwise("aten.fill_.Scalar", 1000, operands=1), 1),
+        (operation("aten.new_ones.default", tensor(7, 1000), results=(tensor(1000),)), 1),
         (pointwise("aten.copy_.default", 1000, operands=2), 2),
         (
             operation(
@@ -251,6 +252,18 @@ def test_float32_attention_uses_tensor_cores_where_they_know_tf32():
 )
 def test_what_is_read_and_written_is_counted_once(work, passes):
     assert work_of(work).traffic == 4000 * passes
+
+
+@pytest.mark.parametrize(
+    ("work", "kind"),
+    [
+        (operation("aten.linalg_vector_norm.default", HIDDEN, results=(tensor(),)), "reduction"),
+        (operation("aten.softmax.int_out", HIDDEN, HIDDEN, results=(HIDDEN,)), "softmax"),
+        (operation("aten.linalg_cross.default", HIDDEN, HIDDEN, results=(HIDDEN,)), "other"),
+    ],
+)
+def test_what_one_kernel_computes_has_its_kind_and_what_no_rule_names_has_none(work, kind):
+    assert work_of(work).kind == kind
 
 
 def test_a_product_that_is_added_to_float32_has_its_own_sizes_and_precision():
