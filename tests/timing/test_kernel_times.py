@@ -254,18 +254,6 @@ def test_what_is_read_and_written_is_counted_once(work, passes):
     assert work_of(work).traffic == 4000 * passes
 
 
-@pytest.mark.parametrize(
-    ("work", "kind"),
-    [
-        (operation("aten.linalg_vector_norm.default", HIDDEN, results=(tensor(),)), "reduction"),
-        (operation("aten.softmax.int_out", HIDDEN, HIDDEN, results=(HIDDEN,)), "softmax"),
-        (operation("aten.linalg_cross.default", HIDDEN, HIDDEN, results=(HIDDEN,)), "other"),
-    ],
-)
-def test_what_one_kernel_computes_has_its_kind_and_what_no_rule_names_has_none(work, kind):
-    assert work_of(work).kind == kind
-
-
 def test_a_product_that_is_added_to_float32_has_its_own_sizes_and_precision():
     total, one, other = tensor(64, 8), tensor(64, 32, dtype="bfloat16"), tensor(32, 8, dtype="bfloat16")
     work = work_of(operation("aten.addmm.dtype_out", total, one, other, total, results=(total,)))
