@@ -209,12 +209,10 @@ def _runs_on_gpu(node: TraceNode) -> bool:
 
 def _moved_on_cpu(node: TraceNode) -> int:
     """Return the bytes that an operation without a kernel on the GPU reads and writes; 0 of a view."""
-    name = node.name.partition("::")[2]
     inputs, outputs = list(_tensors(node.inputs.values)), list(_tensors(node.outputs.values))
     storages = {each[1] for each in inputs}
-    schema = str(node.attribute("op_schema"))
-    is_view = "!" not in schema and all(each[1] in storages for each in outputs)
-    if is_view or name.startswith(WITHOUT_KERNEL):
+    is_view = "!" not in str(node.attribute("op_schema")) and all(each[1] in storages for each in outputs)
+    if is_view or leaves_gpu_alone(node.name.partition("::")[2]):
         return 0
     return sum(each[3] * each[4] for each in (*inputs, *outputs) if not each[-1].startswith(_CUDA))
 
