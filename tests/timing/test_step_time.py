@@ -121,7 +121,7 @@ def test_updates_on_the_cpu_take_the_hosts_time_and_preparing_data_does_not():
     assert with_update.high / with_update.seconds > plain.high / plain.seconds
     assert "  Operations on the CPU take 1.00 ms of it (assumed)." in list(step_time_lines(with_update))
     prepares = (EventLabel(Phase.INPUT, "", "", -1),) * len(LABELS)
-    assert seconds_on_cpu(step_of((update, FORWARD)), prepares) == [0.0]
+    assert seconds_on_cpu(step_of((update, FORWARD)), prepares, ASSUMED_HOST_TIMES) == [0.0]
 
 
 def test_a_step_with_decompositions_has_no_time():

@@ -17,7 +17,7 @@ MEASURED_OF_HOST = (
     *("python_calls", "operations", "autograd_nodes", "gradients", "updated_parameters"),
     *("checkpointed_regions", "checkpointed_tensors", "watched_operations"),
 )
-"""What a machine's measurement tells. The driver's work is not among it, and the regions that memfit
+"""What a machine's measurement tells by networks. The driver's work is not among it, and the regions that memfit
 checkpoints are assumed to take as much more than PyTorch's as where that was measured."""
 
 
@@ -52,6 +52,9 @@ class HostUnits:
     """Kernels that the driver launches."""
     library_calls: float = 0
     """Calls of cuBLAS and cuDNN, which choose a kernel and launch it."""
+    cpu_gigabytes: float = 0
+    """10^9 bytes that operations on the CPU read and write, with all of its cores. A step's are in its
+    operations, where they run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,8 @@ class HostTimes:
 
     def provenance(self, name: str) -> Provenance:
         """Return whether the seconds of one, of a field of ``one``, were measured or assumed."""
-        return Provenance.MEASURED if self.measured and name in MEASURED_OF_HOST else Provenance.ASSUMED
+        is_measured = self.measured and name in (*MEASURED_OF_HOST, "cpu_gigabytes")
+        return Provenance.MEASURED if is_measured else Provenance.ASSUMED
 
 
 ASSUMED_HOST_TIMES = HostTimes(
@@ -89,8 +93,9 @@ ASSUMED_HOST_TIMES = HostTimes(
         watched_operations=26e-6,
         launches=2.8e-6,
         library_calls=5.6e-6,
+        cpu_gigabytes=20e-3,
     ),
     "10 networks of torchvision, transformers and timm, made small, with torch 2.14.1 and Python 3.11 on two "
     "cores of an Intel Xeon, on the ghost (benchmarks/host_times.py); a launch: the median of 501 beside an "
-    "A100 (argonne-lcf/ALCFBeginnersGuide, BabelStream under Nsight Systems); a library call: two launches",
+    "A100 (argonne-lcf/ALCFBeginnersGuide, BabelStream under Nsight Systems); a library call: two launches; a gigabyte on the CPU: a server's, a guess",
 )

@@ -57,7 +57,7 @@ class StepTime:
     tokens: int | None
     """The same of tokens."""
     cpu_seconds: float = 0.0
-    """In which the host computes on tensors of its own, such as updates of offloaded shards; assumed."""
+    """In which the host computes on tensors of its own, such as updates of offloaded shards."""
     communication: CommunicationTime | None = None
     """None if the step has no collectives, as on one GPU. With several, all figures are of one rank."""
 

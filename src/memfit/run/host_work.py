@@ -216,6 +216,17 @@ def seconds_of_one(counts: Sequence[HostUnits], seconds: Sequence[float]) -> Hos
     return replace(other, **one, replayed_tensors=replayed)
 
 
+def seconds_of_cpu_gigabyte() -> float:
+    """Return the seconds in which additions on the CPU read and write 10^9 bytes, at the best of ten times."""
+    one, other = (torch.ones(1 << 24) for _ in range(2))
+    took = []
+    for _ in range(10):
+        began = time.perf_counter()
+        one.add_(other)
+        took.append(time.perf_counter() - began)
+    return min(took) * 1e9 / (3 * one.nbytes)
+
+
 def _matrix(units: Sequence[HostUnits]) -> torch.Tensor:
     """Return (each of ``units``, each of ``MEASURED_OF_HOST``)."""
     rows = [[getattr(each, name) for name in MEASURED_OF_HOST] for each in units]

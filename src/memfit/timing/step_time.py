@@ -147,7 +147,7 @@ def step_time(
     exposed = max(timeline.seconds - without.seconds, 0.0)
     busy = without.working + exposed
     basis = _basis(times, computed)
-    on_cpu = sum(seconds_on_cpu(step, labels))
+    on_cpu = sum(seconds_on_cpu(step, labels, host))
     spread = math.hypot(
         _COMMON_OF_MEASURED if basis == Basis.MEASURED else _COMMON,
         sum(times[n].seconds * times[n].spread for n in computed) / timeline.seconds,
@@ -245,18 +245,19 @@ def seconds_to_issue(step: WholeStep, labels: Sequence[EventLabel], host: HostTi
     return [
         driver[number] + on_cpu + beside * issued + calling * called
         for number, on_cpu, issued, called in zip(
-            step.order, seconds_on_cpu(step, labels), issues, calls, strict=True
+            step.order, seconds_on_cpu(step, labels, host), issues, calls, strict=True
         )
     ]
 
 
-def seconds_on_cpu(step: WholeStep, labels: Sequence[EventLabel]) -> list[float]:
+def seconds_on_cpu(step: WholeStep, labels: Sequence[EventLabel], host: HostTimes) -> list[float]:
     """Return how long the host computes in each operation of a step on tensors of its own, in order.
 
     What runs before the forward, and in a data loader's threads, prepares data: that is no part of the time.
     """
+    second = host.one.cpu_gigabytes / 1e9
     return [
-        operation.moved / _CPU_BANDWIDTH
+        operation.moved * second
         if operation.name.startswith(ON_CPU) and label.phase not in _PREPARES
         else 0.0
         for operation, label in (
@@ -286,9 +287,8 @@ _SPREAD_OF_RANKS = 0.5
 unlike those of the tables. Assumed, when 29 published steps had been predicted."""
 _HOST_SPREAD = 0.5
 """Of the host's time; assumed: processors differ as much."""
-_CPU_BANDWIDTH, _CPU_SPREAD = 50e9, 2.0
-"""Bytes per second that operations on the CPU read and write, with all of its cores, and the spread of their
-time; assumed."""
+_CPU_SPREAD = 2.0
+"""Of what the CPU computes; assumed: bytes do not tell all of its time."""
 _PREPARES = (Phase.SETUP, Phase.INPUT)
 
 
