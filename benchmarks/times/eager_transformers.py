@@ -5,7 +5,7 @@ allocator's cache was emptied before each forward. Gradients add up from step to
 parameter, and only marks where a step ends. With ``--half``, as Hugging Face timed its attention: weights in
 float16, the sum of the logits as loss, gradients cleared in each step, and the results of the last step alive.
 Attention is that of transformers 4.38 to 4.45: OPT's copies its inputs and bounds its scores, GPT-2's masks by
-``where``.
+``where``, BERT's adds a mask of zeros.
 """
 
 import argparse
@@ -71,6 +71,21 @@ def gpt2_attention(module, query, key, value, mask, scaling, dropout, **options)
     return (weights @ value).transpose(1, 2), weights
 
 
+@cache
+def zeros(batch, length, dtype):
+    return torch.zeros(batch, 1, 1, length, dtype=dtype, device="cuda")
+
+
+def bert_attention(module, query, key, value, mask, scaling, dropout, **options):
+    scores = query @ key.transpose(-1, -2) / value.shape[-1] ** 0.5
+    scores = scores + zeros(len(scores), scores.shape[-1], scores.dtype)
+    weights = F.dropout(scores.softmax(-1), dropout)
+    return (weights @ value).transpose(1, 2), weights
+
+
+ATTENTION = {"bert": bert_attention, "gpt2": gpt2_attention, "gpt3": gpt2_attention, "opt": opt_attention}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=CONFIGS)
@@ -85,11 +100,11 @@ def main():
     config = CONFIGS[args.model]
     kind = AutoModelForPreTraining if args.model == "bert-large" else AutoModelForCausalLM
     attention = args.attention
-    if args.model.startswith(("opt", "gpt")):
-        opt = args.model.startswith("opt")
-        mask = eager_mask if opt and attention == "eager" else lambda *args, **options: None
+    family = args.model.split("-")[0]
+    if attention == "eager" or family == "opt":
+        mask = eager_mask if family == "opt" and attention == "eager" else lambda *args, **options: None
         attention = "of_2024"
-        AttentionInterface.register(attention, opt_attention if opt else gpt2_attention)
+        AttentionInterface.register(attention, ATTENTION[family])
         AttentionMaskInterface.register(attention, mask)
     with torch.device("cuda"):
         model = kind.from_config(config, attn_implementation=attention).train()
