@@ -16,10 +16,6 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a temporary file in the same folder, and rename it to ``path`` once it is complete and on disk.
 
-    Args:
-        path: the file's path; an existing file is replaced.
-        write: writes the content to the open file passed to it.
-
     Raises:
         OutputError: the file cannot be written there. No temporary file is left behind after any error.
         UsageError: the path names something other than a file.

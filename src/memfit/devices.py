@@ -229,10 +229,6 @@ def can_device_run_architectures(device: Device, architectures: Sequence[str]) -
     version; PTX (``compute_90``) is compiled by the driver for any later one. The suffix ``a`` restricts
     either to exactly its own capability, and ``f`` to its major version.
 
-    Args:
-        device: from ``find_device``.
-        architectures: as ``torch.cuda.get_arch_list()`` returns them.
-
     Source: CUDA C++ Programming Guide, binary compatibility, PTX compatibility, feature sets.
 
     >>> can_device_run_architectures(find_device("RTX 4090"), ["sm_80", "sm_90"])
@@ -245,11 +241,6 @@ def can_device_run_architectures(device: Device, architectures: Sequence[str]) -
 
 def why_torch_lacks_kernels(device: Device, architectures: Sequence[str], torch_version: str) -> str | None:
     """Return why the installed PyTorch has no kernels for a device, and which version has.
-
-    Args:
-        device: from ``find_device``.
-        architectures: ``torch.cuda.get_arch_list()``.
-        torch_version: ``torch.__version__``.
 
     Returns:
         The message for the user, or None if PyTorch has the kernels.

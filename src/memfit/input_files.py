@@ -52,13 +52,7 @@ def open_input_file(path: Path, most: int | None, remedy: str = "") -> BinaryIO:
 
 
 def read_input_file(path: Path, most: int, remedy: str = "") -> bytes:
-    """Read an ordinary file, or a link to one.
-
-    Args:
-        path: the file.
-        most: the size in bytes up to which it is read.
-        remedy: what to do about a larger file: a sentence.
-    """
+    """Read an ordinary file, or a link to one."""
     with open_input_file(path, most, remedy) as file:
         try:
             content = file.read(most + 1)

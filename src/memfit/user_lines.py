@@ -67,9 +67,6 @@ def warn_user(message: str) -> None:
 def user_line_with_package_line(lines: Iterable[tuple[str, int]]) -> str:
     """Return the innermost line of the user's code, with the line of an installed package that it called.
 
-    Args:
-        lines: as ``frame_locations`` returns them.
-
     Returns:
         ``/home/ada/train.py:65, in trl/trainer/grpo_trainer.py:1887``; empty as for ``innermost_user_line``.
     """

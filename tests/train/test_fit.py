@@ -161,15 +161,12 @@ def test_a_run_saved_between_epochs_resumes_with_another_batch_size(tmp_path):
     assert batches == [0]
 
 
-def test_a_long_rereading_of_an_epoch_shows_a_bar(monkeypatch):
+def test_rereading_an_epoch_shows_a_bar():
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=120)
     assert list(progress_bar.show_rereading_progress(range(5), 5, console)) == list(range(5))
-    assert text.getvalue() == ""
-    monkeypatch.setattr(progress_bar, "_SECONDS_HIDDEN", -1.0)
-    assert list(progress_bar.show_rereading_progress(range(5), 5, console)) == list(range(5))
     assert "re-reading the epoch" in text.getvalue()
-    assert "5/5" in text.getvalue()
+    assert "100%" in text.getvalue()
 
 
 def test_a_window_left_open_at_the_end_of_a_block_is_an_error():

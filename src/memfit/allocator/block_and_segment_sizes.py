@@ -59,10 +59,6 @@ def segment_bytes_for_request(size: int, config: AllocatorConfig = _DEFAULTS) ->
     Expandable segments map whole handles instead: 2 MiB each in the small pool, ``large_segment_size``
     each in the large one.
 
-    Args:
-        size: bytes as requested.
-        config: the settings in force.
-
     Source: ``get_allocation_size``, c10/cuda/CUDACachingAllocator.cpp.
 
     >>> segment_bytes_for_request(4), segment_bytes_for_request(11 * MIB)
@@ -78,10 +74,6 @@ def segment_bytes_for_request(size: int, config: AllocatorConfig = _DEFAULTS) ->
 
 def device_bytes_for_request(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
     """Return the bytes of the device that PyTorch needs when no cached block serves a request.
-
-    Args:
-        size: bytes as requested.
-        config: the settings in force.
 
     >>> (
     ...     device_bytes_for_request(16 * MIB),

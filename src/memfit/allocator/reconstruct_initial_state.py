@@ -46,9 +46,6 @@ class InitialAllocatorState:
 def reserved_bytes_changes(events: Events) -> npt.NDArray[np.int64]:
     """Return the change of reserved bytes at each event.
 
-    Args:
-        events: a history of ``n`` events.
-
     Returns:
         ``n`` signed byte counts, 0 where no segment came or went.
     """
@@ -59,10 +56,6 @@ def reserved_bytes_changes(events: Events) -> npt.NDArray[np.int64]:
 
 def reconstruct_initial_state(trace: Trace, config: AllocatorConfig) -> InitialAllocatorState:
     """Reconstruct what was allocated before the first event of a trace.
-
-    Args:
-        trace: ``segments`` are those at the end of the events.
-        config: the settings in force.
 
     Returns:
         Empty if the events account for every byte reserved at the end: PyTorch reserves before it

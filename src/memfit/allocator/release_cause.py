@@ -42,13 +42,7 @@ class MemoryRelease:
 
 
 def memory_releases(trace: Trace, config: AllocatorConfig, reserved_before: int) -> Iterator[MemoryRelease]:
-    """Yield every release with its cause, in the order of events.
-
-    Args:
-        trace: the history.
-        config: the settings it was made with.
-        reserved_before: bytes reserved before the first event.
-    """
+    """Yield every release with its cause, in the order of events."""
     last_mark = {mark.position: mark.kind for mark in trace.marks}
     actions = trace.events.action.tolist()
     pools = [0] * len(actions) if trace.events.pool is None else trace.events.pool.tolist()

@@ -147,14 +147,7 @@ def process_bytes_with_reserved(reserved: Figure, device: DeviceUse) -> Figure:
 def process_bytes_on_smallest_gpu(
     trace: Trace, found: DryRun, device: DeviceUse, *, fails_at: int = 0
 ) -> Figure:
-    """Return the bytes of the process of a run on the smallest GPU on which it fits.
-
-    Args:
-        trace: of the run, on a GPU that is large enough.
-        found: its summary.
-        device: what the process holds outside PyTorch's allocator.
-        fails_at: bytes of a GPU on which the run is known not to fit.
-    """
+    """Return the bytes of the process of a run on the smallest GPU on which it fits."""
     try:
         reserved = ReplayableRun.of(trace, found).needs(fails_at)
     except (FileFormatError, UsageError):  # memfit has no model of that allocator
@@ -164,12 +157,7 @@ def process_bytes_on_smallest_gpu(
 
 
 def with_needed_memory(trace: Trace, found: DryRun) -> DryRun:
-    """Return a run's result with what it needs, if it fits its GPU; the verdict follows what it needs.
-
-    Args:
-        trace: the run.
-        found: its summary. Where its peaks are a range, what it needs without workspaces is found, too.
-    """
+    """Return a run's result with what it needs, if it fits its GPU; the verdict follows what it needs."""
     if found.verdict not in ("fits", "tight") or found.caught:  # a script that runs out adapts to its GPU
         return found
     needs = process_bytes_on_smallest_gpu(trace, found, found.device)

@@ -87,15 +87,7 @@ def _use(
     failure: int | None,
     spans: Sequence[StageSpan],
 ) -> StageUse | None:
-    """Return what a stage uses; None if nothing of it counts.
-
-    Args:
-        trace: of the run.
-        line: its timeline.
-        answered: the events that the answer is about.
-        failure: as in ``memory_use_by_stage``.
-        spans: those of the stage.
-    """
+    """Return what a stage uses; None if nothing of it counts."""
     own, entered = _events(trace, spans)
     inside = (own | entered) & answered
     if not inside.any():

@@ -64,10 +64,6 @@ def first_rank_that_holds_most(nproc: int) -> int:
 def ranks_that_may_need_most(shares: Sequence[int], nproc: int) -> tuple[int, ...]:
     """Return the ranks that may need most, given the bytes of each rank's share.
 
-    Args:
-        shares: by rank.
-        nproc: ranks on each machine.
-
     >>> ranks_that_may_need_most([9, 5, 5, 4], 4)  # the largest share, and the largest inside of NCCL's chain
     (0, 1)
     >>> ranks_that_may_need_most([5, 5, 5, 4], 4)

@@ -33,9 +33,6 @@ class Card:
 def detect_card(purpose: str) -> Card:
     """Find the GPU that CUDA code of this process would use.
 
-    Args:
-        purpose: completes "Cannot ..." in the error: "record train.py".
-
     Raises:
         UnsuitableEnvironmentError: there is no driver or no GPU, or CUDA_VISIBLE_DEVICES hides it.
     """

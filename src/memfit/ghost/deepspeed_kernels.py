@@ -40,11 +40,7 @@ class _WithoutKernels:
 
 
 def run_deepspeed_without_kernels(note: NoteCallback) -> None:
-    """Replace the kernels of DeepSpeed's optimizers once DeepSpeed has been imported.
-
-    Args:
-        note: called when an optimizer's kernels are replaced.
-    """
+    """Replace the kernels of DeepSpeed's optimizers once DeepSpeed has been imported."""
 
     def load(original: Callable[..., Any], builder: Any, *args: Any, **options: Any) -> Any:
         functions = _FUNCTIONS.get(builder.name)

@@ -49,12 +49,7 @@ class OptimizerStateInjector:
         self._hooks = InstalledHooks()
 
     def created(self, optimizer: Any, models: Iterable[Any]) -> None:
-        """Wait with an optimizer of the script until it calls a module, if there are models to be planned.
-
-        Args:
-            optimizer: None if it no longer exists.
-            models: those of its models that get the plan.
-        """
+        """Wait with an optimizer of the script until it calls a module, if there are models to be planned."""
         if optimizer is None:
             return
         others = [each for reference in self._optimizers if (each := reference()) is not None]

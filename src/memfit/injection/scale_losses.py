@@ -27,11 +27,7 @@ _SCALER = Patch("torch.amp.grad_scaler:GradScaler", "scale", why="see that the s
 
 
 class LossScaling:
-    """Scales the losses of a script.
-
-    Args:
-        settings: of the scale; None for no scaling.
-    """
+    """Scales the losses of a script."""
 
     def __init__(self, settings: LossScale | None) -> None:
         self._settings = settings

@@ -127,14 +127,7 @@ def pack_run_memory(
 def pack_independent_groups(
     groups: Sequence[Buffers], capacity: int | None, *, seconds: float, on_progress: Callable[[str], None]
 ) -> tuple[Packing, ...]:
-    """Pack groups of buffers that share no memory, dividing the capacity and the time among them.
-
-    Args:
-        groups: at least one, none of them empty.
-        capacity: as in ``pack_run_memory``.
-        seconds: as in ``pack_run_memory``.
-        on_progress: as in ``pack_run_memory``.
-    """
+    """Pack groups of buffers that share no memory, dividing the capacity and the time among them."""
     count = sum(map(len, groups))
     slack = None if capacity is None else capacity - sum(lifetime_sections(group).bound for group in groups)
     packings = []

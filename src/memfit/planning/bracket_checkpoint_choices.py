@@ -13,8 +13,8 @@ from memfit.planning.mixed_integer_solver import INFINITY
 from memfit.planning.run_changes_on_ghost import PlanRuns
 from memfit.records import PlanRun
 
-WORTH = 0.003
-"""Share of a step's time that another plan must be able to save to be looked for."""
+WORTH = 0.005
+"""Share of a step's time that another plan must be expected to save to be looked for."""
 _PREDICTED_WITHIN = 0.15
 """Share of what depends on the batch by which a prediction may be too high: with ResNet-50, up to 0.1."""
 
@@ -54,10 +54,10 @@ class CheckpointChoiceBracket:
         return min(fitting, key=lambda each: each[1].time, default=None)
 
     @property
-    def _over(self) -> CheckpointChoice | None:
+    def _over(self) -> tuple[CheckpointChoice, PlanRun] | None:
         """The choice with the smallest predicted peak of those that did not fit."""
-        over = [choice for choice, run in self._ran if not self._runs.fits(run)]
-        return min(over, key=lambda choice: choice.peak, default=None)
+        over = [each for each in self._ran if not self._runs.fits(each[1])]
+        return min(over, key=lambda each: each[0].peak, default=None)
 
     @property
     def has_run(self) -> bool:
@@ -83,7 +83,7 @@ class CheckpointChoiceBracket:
     def least(self) -> float:
         """The time below which no choice is that may yet fit."""
         if self._over is not None:
-            return self._longer_by(self._over.bound)
+            return self._longer_by(self._over[0].bound)
         is_known = self.best is not None and self._ran_for == self._runs.budget
         return self._longer_by(self.best[0].bound if self.best is not None and is_known else 0.0)
 
@@ -119,9 +119,9 @@ class CheckpointChoiceBracket:
             self._bound = choice.bound
 
     def _find(self) -> CheckpointChoice | None:
-        budget, best, over = self._runs.budget, self.best, self._over
-        fastest = over.seconds if over is not None else 0.0
-        if best is not None and best[1].time - self._longer_by(fastest) <= WORTH:
+        budget, best = self._runs.budget, self.best
+        over = self._over[0] if self._over is not None else None
+        if best is not None and self._saving_to_expect(best[1]) <= WORTH:
             return None
         target = budget - self._besides
         if over is not None and target >= over.peak:
@@ -136,6 +136,17 @@ class CheckpointChoiceBracket:
                 return None
         choice = found or self._chooser.smallest
         return None if not choice.regions or self._has_run(choice) else choice
+
+    def _saving_to_expect(self, best: PlanRun) -> float:
+        """Return by how much less time a choice may take that needs the whole budget.
+
+        Between the fastest that fits and what did not, time falls as needs grow.
+        """
+        if self._over is None:
+            return best.time - self._plain.time
+        choice, run = self._over
+        saving, more = best.time - self._longer_by(choice.seconds), run.needs.bytes - best.needs.bytes
+        return saving * min(1.0, (self._runs.budget - best.needs.bytes) / more) if more > 0 else saving
 
     def _has_run(self, choice: CheckpointChoice) -> bool:
         """Return whether a choice has run, or one alike: of identical modules, any may be recomputed."""

@@ -81,10 +81,6 @@ def torch_functions_of_events(
 def torch_function_of_stack(frames: Iterable[tuple[str, str]], root: str) -> TorchFunction:
     """Return the PyTorch function that a stack ends in.
 
-    Args:
-        frames: file and function, innermost first.
-        root: PyTorch's folder, with a trailing slash.
-
     >>> frames = [("/t/optim/sgd.py", "_fused_sgd"), ("/t/optim/sgd.py", "sgd"), ("train.py", "main")]
     >>> torch_function_of_stack(frames, "/t/")
     TorchFunction(name='sgd/_fused_sgd', communicates=False)

@@ -41,12 +41,7 @@ class GraphCaptures:
         )
 
     def install(self, hooks: InstalledHooks, mark: Callable[[MarkKind, int], None]) -> None:
-        """Watch every graph and every ``MemPool`` of this process.
-
-        Args:
-            hooks: registry of the changes to PyTorch.
-            mark: called with the kind of a mark to place now, and its index.
-        """
+        """Watch every graph and every ``MemPool`` of this process."""
 
         def begin(graph: Any) -> None:
             self._capturing[threading.get_ident()] = self._captured[graph] = []

@@ -32,12 +32,7 @@ _PREPARED = Patch(
 
 
 class LoaderShortener:
-    """Makes loaders shorter from ``install`` on.
-
-    Args:
-        batches: of each pass, at most.
-        loaders: knows the script's.
-    """
+    """Makes loaders shorter from ``install`` on."""
 
     def __init__(self, batches: int, loaders: ScriptLoaders) -> None:
         self.batches = batches

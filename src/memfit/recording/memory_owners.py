@@ -242,13 +242,7 @@ class MemoryOwners:
     def record_other_tensors(
         self, serial: int, computed: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
     ) -> None:
-        """Record tensors that count as owners only of memory without another owner.
-
-        Args:
-            serial: of this moment.
-            computed: tensors with a ``grad_fn``.
-            others: tensors of which only shape and dtype are known.
-        """
+        """Record tensors that count as owners only of memory without another owner."""
         self._record_results(serial, computed)
         self._record(serial, Category.UNKNOWN, (NamedTensor(tensor, TensorName()) for tensor in others))
 

@@ -57,11 +57,7 @@ class UpdateWatcher:
         self._existing.add(optimizer)
 
     def enter_forward(self, *, trains: bool) -> None:
-        """Note that an outermost module is about to run: what is read now decides about no earlier update.
-
-        Args:
-            trains: whether the module is in training mode.
-        """
+        """Note that an outermost module is about to run: what is read now decides about no earlier update."""
         self._listens = False
         self._is_to_train = trains
         self.note_branches()

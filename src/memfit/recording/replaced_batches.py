@@ -36,14 +36,7 @@ _PATIENCE = 8
 
 
 class ReplacedBatches:
-    """The chosen batches of one loader, and which of them the script gets next.
-
-    Args:
-        number: of the scan, for the marks.
-        scan: what was seen of the loader.
-        chosen: the largest batch, and at most two others.
-        recorder: knows how far the script is.
-    """
+    """The chosen batches of one loader, and which of them the script gets next."""
 
     def __init__(
         self, number: int, scan: LoaderScan, chosen: Sequence[DrawnBatch], recorder: Recorder
@@ -66,12 +59,7 @@ class ReplacedBatches:
         return self._now >= len(self._chosen)
 
     def serve(self, iterator: Any, most: int | None) -> None:
-        """Have the iterator of a new pass return the chosen batches first.
-
-        Args:
-            iterator: of a ``DataLoader``.
-            most: batches of the pass; None for no limit.
-        """
+        """Have the iterator of a new pass return the chosen batches first."""
         self._before = None
         own = type(iterator)._next_data
         here = weakref.ref(iterator)  # a cycle would keep its workers alive

@@ -83,9 +83,6 @@ def length_if_known(sampler: Any) -> int | None:
 def creating_line_and_library(frame: FrameType) -> tuple[str, str]:
     """Return the script's line that created an object, and the library that did so for it.
 
-    Args:
-        frame: the frame that called the object's class.
-
     Returns:
         ``file:line``, and the name of a package; empty if the script itself created the object.
     """

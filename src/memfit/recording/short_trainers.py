@@ -41,11 +41,7 @@ _UNLIMITED = (None, -1)  # as Lightning says it
 
 
 class TrainerShortener:
-    """Makes the loops of trainers shorter from ``install`` on.
-
-    Args:
-        batches: of each pass over a loader, at most.
-    """
+    """Makes the loops of trainers shorter from ``install`` on."""
 
     def __init__(self, batches: int) -> None:
         self._batches = batches

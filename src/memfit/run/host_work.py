@@ -99,13 +99,7 @@ def small_networks() -> Iterator[tuple[nn.Sequential, Callable[[], torch.Tensor]
 def ways_to_run(
     model: nn.Module, loss: Callable[[], torch.Tensor], blocks: Sequence[nn.Module]
 ) -> dict[str, CountedRun]:
-    """Return the ways to run a model on the GPU, by name, with the counts of each.
-
-    Args:
-        model: is trained.
-        loss: calls it.
-        blocks: its parts that are checkpointed.
-    """
+    """Return the ways to run a model on the GPU, by name, with the counts of each."""
     optimizer = torch.optim.AdamW(model.parameters())
 
     def evaluate() -> None:

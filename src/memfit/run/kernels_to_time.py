@@ -180,13 +180,7 @@ def _forward(
 def _both_ways(
     what: str, function: Callable[..., torch.Tensor], *given: Callable[[], torch.Tensor]
 ) -> Iterator[KernelToTime]:
-    """Yield a forward, and the backward of one.
-
-    Args:
-        what: its name.
-        function: takes tensors.
-        given: make these.
-    """
+    """Yield a forward, and the backward of one."""
 
     def backward() -> Run:
         tensors = [make() for make in given]

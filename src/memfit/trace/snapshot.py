@@ -72,12 +72,7 @@ def read_snapshot(path: Path, device: int = 0) -> Trace:
 
 
 def trace_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
-    """Convert a memory snapshot to a trace.
-
-    Args:
-        snapshot: what ``torch.cuda.memory._snapshot()`` returns.
-        device: index of the device.
-    """
+    """Convert a memory snapshot to a trace."""
     histories = snapshot["device_traces"]
     with_history = [index for index, history in enumerate(histories) if history]
     if device not in with_history:

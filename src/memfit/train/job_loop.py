@@ -50,9 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _load_job(target: str) -> tuple[Job, Callable[[int], Any]]:
     """Return the job that a function in a file makes, and what makes its batches.
 
-    Args:
-        target: ``FILE.py:FUNCTION``.
-
     >>> _load_job("nowhere.py:make_job")
     Traceback (most recent call last):
     memfit.errors.UsageError: There is no file nowhere.py. Write the path of one: FILE.py:FUNCTION.

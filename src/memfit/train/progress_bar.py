@@ -6,7 +6,6 @@ epoch 2/5 ━━━━╸━━━━━ 12/26 batches, 4 per update  3.1/s  0:0
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from memfit.random_state import preserve_python_random_state
@@ -20,6 +19,7 @@ with preserve_python_random_state():  # importing rich draws random numbers from
         TaskID,
         TextColumn,
         TimeRemainingColumn,
+        track,
     )
     from rich.table import Column
 
@@ -28,7 +28,6 @@ from memfit.train.callbacks import Callback, EngineSeenByCallbacks
 if TYPE_CHECKING:
     from memfit.train.accumulation_window import StepResult
 
-_SECONDS_HIDDEN = 2.0
 _SECONDS_BETWEEN_LOSSES = 0.5  # reading a loss waits for the device
 
 
@@ -91,23 +90,6 @@ class ProgressBar(Callback):
 def show_rereading_progress(
     items: Iterable[Any], total: int, console: Console | None = None
 ) -> Iterator[Any]:
-    """Yield items, and show a progress bar if that takes more than two seconds."""
-    began = time.monotonic()
-    with ExitStack() as shown:
-        bar: Progress | None = None
-        for done, item in enumerate(items, 1):
-            if bar is None and time.monotonic() - began > _SECONDS_HIDDEN:
-                columns = TextColumn("re-reading the epoch"), BarColumn(), MofNCompleteColumn()
-                bar = Progress(
-                    *columns,
-                    TextColumn("batches"),
-                    TimeRemainingColumn(),
-                    TextColumn("left"),
-                    console=console or Console(stderr=True),
-                    transient=True,
-                )
-                shown.enter_context(bar)
-                task = bar.add_task("", total=total)
-            if bar is not None:
-                bar.update(task, completed=done)
-            yield item
+    """Yield items, and show a progress bar until the last."""
+    where = console or Console(stderr=True)
+    yield from track(items, "re-reading the epoch", total, console=where, transient=True)

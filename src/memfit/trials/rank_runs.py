@@ -76,10 +76,6 @@ class RankRuns:
     def as_written(self, change: Change, what: str) -> list[RankRun]:
         """Run the script as written, the first time: on every rank, if it trains on several GPUs itself.
 
-        Args:
-            change: one that leaves its memory as it is.
-            what: the run's name.
-
         Returns:
             A run of each role, the one that needs most first.
 

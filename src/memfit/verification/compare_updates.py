@@ -100,13 +100,7 @@ def gradients_keep_promise(
 
 
 def have_same_inputs(one: FirstUpdateRun, other: FirstUpdateRun, parts: int = 1) -> bool:
-    """Return whether two runs passed their models the same rows, in the same order.
-
-    Args:
-        one: a run.
-        other: another one.
-        parts: in how many the batches of the other run come.
-    """
+    """Return whether two runs passed their models the same rows, in the same order."""
     mine, others = one.update.inputs, other.update.inputs
     return not mine if not others else not isinstance(find_undivided_tensor(mine, others, parts), InputTensor)
 

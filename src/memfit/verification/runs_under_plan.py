@@ -48,13 +48,6 @@ def verify_plan(
 ) -> Verification:
     """Return whether the script's first update under a plan has the gradients that the plan promises.
 
-    Args:
-        command: the script's ``sys.argv``.
-        plan: the plan.
-        module: as in ``RunOptions``.
-        on_cpu: whether the CPU stands in for the GPU.
-        on_progress: called before each run.
-
     Raises:
         TargetError: the script, as written or under the plan, makes no update.
     """
@@ -177,12 +170,6 @@ def measure_peak_under_plan(
     command: tuple[str, ...], plan: PlanFile, *, module: bool, on_progress: Callable[[ScriptProgress], None]
 ) -> MeasuredPeak:
     """Return the peak of a script under a plan over its first steps, as ``memfit record`` measures it.
-
-    Args:
-        command: the script's ``sys.argv``.
-        plan: the plan. Its prediction is for the command that it was made for.
-        module: as in ``RunOptions``.
-        on_progress: called about ten times a second.
 
     Raises:
         TargetError: the script never used the GPU, or failed, or its process died.

@@ -107,12 +107,7 @@ class RunStageMeter:
         return ended
 
     def finish(self, now: StepMemory, *, ran_out: bool) -> list[MeasuredRunStage]:
-        """Return the stages that have ended since the last step, and the current one: the run is over.
-
-        Args:
-            now: what the counters hold.
-            ran_out: whether memory has run out since the last step.
-        """
+        """Return the stages that have ended since the last step, and the current one: the run is over."""
         self._end_part(now)
         return [*self._decide(ran_out=ran_out), self.current]
 

@@ -51,12 +51,7 @@ class PredictionComparer:
         yield from self._report("step", f"step {step:,}", found)
 
     def finish(self, now: StepMemory, *, ran_out: bool) -> Iterator[str]:
-        """Yield what differs in the stages since the last step. The run is over.
-
-        Args:
-            now: what PyTorch's counters hold.
-            ran_out: whether memory has run out since the last step.
-        """
+        """Yield what differs in the stages since the last step. The run is over."""
         if self._stages is not None:
             *ended, last = self._stages.finish(now, ran_out=ran_out)
             for each in ended:

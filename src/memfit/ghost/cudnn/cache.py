@@ -45,11 +45,7 @@ class _CacheLine(msgspec.Struct, frozen=True):
 
 
 class HeuristicsCache:
-    """The answers in one file.
-
-    Args:
-        path: the file; created with the first answer.
-    """
+    """The answers in one file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

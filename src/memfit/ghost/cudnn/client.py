@@ -214,10 +214,6 @@ def cudnn_device_properties(device: GhostDevice, cuda_version: str) -> Mapping[s
 
     cuDNN 9.24 was observed to use only the compute capability (docs/decisions/0013).
 
-    Args:
-        device: the device that the ghost stands in for.
-        cuda_version: the driver's, such as "13.0".
-
     Source: the keys are those of OpenXLA's xla/backends/gpu/target_config/cudnn_device_props.cc; values
     shared by all cards of compute capability 7.0 to 12.0 are from the CUDA C++ Programming Guide, technical
     specifications per compute capability.

@@ -30,11 +30,7 @@ NO_FILE = "(file)"
 
 
 class PageTextTable:
-    """A table of the texts that a page shows, each stored once.
-
-    Args:
-        source: whether to keep file names and line numbers.
-    """
+    """A table of the texts that a page shows, each stored once."""
 
     def __init__(self, *, source: bool) -> None:
         self.source = source

@@ -24,10 +24,6 @@ from memfit.units import format_gib
 def plan_report_html(result: ScriptPlan, file: Path | None = None) -> str:
     """Return the page of a plan as one HTML file that works offline, in the light or dark of the system.
 
-    Args:
-        result: what was found.
-        file: where the plan is written, if it is.
-
     Returns:
         The text of the file.
     """

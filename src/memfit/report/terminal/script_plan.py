@@ -46,13 +46,7 @@ _OTHER_KERNELS = (
 
 
 def print_plan(result: ScriptPlan, console: Console, file: Path | None = None) -> None:
-    """Print what a plan needs and costs, and what it changes.
-
-    Args:
-        result: the plan.
-        console: the terminal.
-        file: where the plan is written, if it is.
-    """
+    """Print what a plan needs and costs, and what it changes."""
     subject = subject_in_words(result.command, result.device.name, versions=result.versions)
     console.print(plan_verdict(result).text)
     console.print(Text(f"{subject} · budget {format_gib(result.budget)}", style="dim"))
@@ -150,12 +144,7 @@ def _table(result: ScriptPlan) -> Table:
 
 
 def plan_detail_lines(result: ScriptPlan, file: Path | None = None) -> Iterator[str]:
-    """Yield what to change in the script, and what else there is to say about the answer.
-
-    Args:
-        result: the plan.
-        file: where the plan is written, if it is.
-    """
+    """Yield what to change in the script, and what else there is to say about the answer."""
     chosen = result.chosen
     if result.world_size > 1:
         yield from _ranks(result)

@@ -50,9 +50,6 @@ class LossTerm:
 def terms_of_loss(loss: torch.Tensor) -> list[LossTerm]:
     """Return the reductions whose sum a loss is, from its graph.
 
-    Args:
-        loss: of no dimensions, with its graph.
-
     Raises:
         UsageError: the graph does not show them.
 
@@ -323,10 +320,6 @@ def _total(slices: Sequence[tuple[float, float]], known: Sequence[tuple[float, f
     """Return the divisor of a batch, from those of slices, and the counts that they may be made of.
 
     As in ``max(count, least) + added``. None if they are not, or if that does not show ``added``.
-
-    Args:
-        slices: divisor and count of each.
-        known: others too, to learn from.
     """
     least, added = min(divisor for divisor, _ in known), min(divisor - count for divisor, count in known)
     count, most = sum(each for _, each in slices), max(each for _, each in known)

@@ -119,12 +119,7 @@ def selective_contexts_for_compile(operations: Sequence[str]) -> tuple[Any, Any]
 
 
 def operations_not_run(operations: Sequence[str], seen: "Counter[Any]") -> list[str]:
-    """Return the names of calls, such as ``aten.mm.default:2``, that a forward did not make.
-
-    Args:
-        operations: as for ``KeptResults``.
-        seen: how often the forward ran each operation.
-    """
+    """Return the names of calls, such as ``aten.mm.default:2``, that a forward did not make."""
     return [
         name
         for name in operations
@@ -147,12 +142,7 @@ def products_called_less_often(missing: Sequence[str], seen: "Counter[Any]") -> 
 
 
 def make_keep_decision(operations: Sequence[str], seen: "Counter[Any]") -> Callable[[Any], bool]:
-    """Return the function that is asked, for each call of an operation, whether its results are kept.
-
-    Args:
-        operations: as for ``KeptResults``.
-        seen: receives how often it was asked.
-    """
+    """Return the function that is asked, for each call of an operation, whether its results are kept."""
     every, calls = _kept_calls(operations)
 
     def is_kept(operation: Any) -> bool:

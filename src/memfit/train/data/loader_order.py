@@ -108,11 +108,6 @@ def set_sampler_epoch(loader: Iterable[Any], epoch: int, ranks: SingleRank) -> N
     """Set the epoch of a loader's sampler, and warn if every rank may train on the same data.
 
     All ranks call this at the same time.
-
-    Args:
-        loader: as ``fit`` received it; only a ``DataLoader`` has samplers.
-        epoch: that begins, counted from 0.
-        ranks: that train together.
     """
     samplers: list[Any] = []
     if isinstance(loader, DataLoader):

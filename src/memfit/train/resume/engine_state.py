@@ -83,11 +83,6 @@ def load_engine_state(
 
     Callbacks, optimizer and scheduler load their states themselves and may refuse: they are loaded first, and
     restored if one does.
-
-    Args:
-        parts: of the engine.
-        saved: what ``get_engine_state`` returned.
-        together: returns a context that all ranks leave without an error, or none.
     """
     ledger = parts.ledger
     with ExitStack() as undo:
