@@ -1,13 +1,15 @@
-"""Train an MPT with FullyShardedDataParallel: bfloat16, gradients reduced in float32, no checkpointing."""
+"""Train an MPT with FullyShardedDataParallel as Composer sets it up: bfloat16, gradients too, no checkpointing."""
 
 import argparse
+import math
 import os
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SIZES = {  # width, heads, layers
     "760m": (1536, 12, 24),
@@ -30,7 +32,8 @@ class Block(nn.Module):
         batch, length, width = x.shape
         parts = self.qkv(self.norm_1(x)).chunk(3, dim=2)
         q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # not cuDNN's, which PyTorch had not yet
+            found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(found.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
@@ -49,6 +52,27 @@ class MPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
+class DecoupledAdamW(torch.optim.Optimizer):
+    """Composer's: one parameter after the other, whose count of steps the host reads from the GPU."""
+
+    @torch.no_grad()
+    def step(self):
+        parameters = [
+            each for group in self.param_groups for each in group["params"] if each.grad is not None
+        ]
+        for each in parameters:
+            if each not in self.state:
+                self.state[each] = [torch.zeros((), device=each.device), *map(torch.zeros_like, (each, each))]
+            self.state[each][0] += 1
+        for each in parameters:
+            steps, mean, squares = self.state[each]
+            steps = steps.item()
+            mean.mul_(0.9).add_(each.grad, alpha=0.1)
+            squares.mul_(0.95).addcmul_(each.grad, each.grad, value=0.05)
+            scale = (squares.sqrt() / math.sqrt(1 - 0.95**steps)).add_(1e-8)
+            each.addcdiv_(mean, scale, value=-self.defaults["lr"] / (1 - 0.9**steps))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("size", choices=SIZES)
@@ -64,10 +88,12 @@ def main():
     model = FullyShardedDataParallel(
         MPT(*SIZES[args.size], args.vocabulary, args.sequence),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.float32),
+        backward_prefetch=BackwardPrefetch.BACKWARD_POST,
+        mixed_precision=MixedPrecision(torch.bfloat16),
         device_id=torch.cuda.current_device(),
+        use_orig_params=True,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    optimizer = DecoupledAdamW(model.parameters(), {"lr": 1e-4})
 
     for _ in range(args.steps):
         for _ in range(args.accumulation):

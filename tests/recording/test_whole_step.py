@@ -236,6 +236,21 @@ def test_what_only_a_gpu_has_a_kernel_for_is_recorded(dry_run, tmp_path):
     assert names >= {"_fused_rms_norm", "_fused_rms_norm_backward", "silu", "silu_backward"}
 
 
+def test_what_only_changes_how_a_tensor_is_seen_or_freed_is_no_work_of_the_gpu(dry_run, tmp_path):
+    loop = """
+        side = torch.cuda.Stream()
+        for _ in range(3):
+            model(inputs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            model(inputs).detach_().unsqueeze_(0).record_stream(side)
+    """
+    step, _ = step_of(dry_run, tmp_path, loop)
+    names = {each.name.split(".")[1] for each in step.operations}
+    assert "zero_" in names
+    assert not names & {"detach_", "unsqueeze_", "record_stream"}
+
+
 def test_a_run_without_a_second_step_says_so(dry_run, tmp_path):
     step_of(dry_run, tmp_path, LOOP, steps=1)
     why = dry_run_of_trace(read_trace(tmp_path / "run.memfit")).step_time_unknown

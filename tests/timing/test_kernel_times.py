@@ -232,6 +232,7 @@ def test_float32_attention_uses_tensor_cores_where_they_know_tf32():
         (pointwise("aten.add.Tensor", 1000), 3),
         (pointwise("aten.add_.Tensor", 1000), 3),
         (pointwise("aten.fill_.Scalar", 1000, operands=1), 1),
+        (operation("aten.new_ones.default", tensor(7, 1000), results=(tensor(1000),)), 1),
         (pointwise("aten.copy_.default", 1000, operands=2), 2),
         (
             operation(

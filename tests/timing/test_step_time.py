@@ -117,6 +117,19 @@ def test_a_step_with_decompositions_has_no_time():
     assert time_of(step_of((product("float32"), FORWARD), (norm, BACKWARD))) is not None
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten.linalg_vector_norm.default", "reduction"),
+        ("aten.softmax.int_out", "softmax"),
+        ("aten.linalg_cross.default", "other"),
+    ],
+)
+def test_what_one_kernel_computes_has_its_kind_and_what_no_rule_names_has_none(name, kind):
+    square = Operand((2048, 2048), "float32")
+    assert work_of(operation(name, square, square, results=(square,))).kind == kind
+
+
 def test_samples_are_counted_over_micro_batches_and_unknown_where_models_take_turns():
     rows, table = Operand((4, 16), "int64"), Operand((100, 8), "float32")
     embedded = operation("aten.embedding.default", table, rows, results=(Operand((4, 16, 8), "float32"),))

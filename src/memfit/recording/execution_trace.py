@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import torch
 
-from memfit.recording.operation_of_call import WITHOUT_KERNEL, layout_of_strides
+from memfit.recording.operation_of_call import layout_of_strides, leaves_gpu_alone
 from memfit.records import Operand, Operation
 from memfit.timing.kernel_work import work_of
 
@@ -189,8 +189,7 @@ def _tensors(values: Any) -> Iterator[list[Any]]:
 
 def _runs_on_gpu(node: TraceNode) -> bool:
     """Return whether a kernel runs, or a copy; not a view, nor an allocation alone."""
-    base = node.name.partition("::")[2]
-    if base.startswith(WITHOUT_KERNEL):
+    if leaves_gpu_alone(node.name.partition("::")[2]):
         return False
     inputs, outputs = list(_tensors(node.inputs.values)), list(_tensors(node.outputs.values))
     if not any(each[-1].startswith(_CUDA) for each in (*inputs, *outputs)):

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.records import Operand, Operation
 
 _SUM = 2
-WITHOUT_KERNEL = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "lift")
+_WITHOUT_KERNEL = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "lift", "record_stream")
 """What the names of operations begin with that are no views, and run nothing on the GPU."""
 _NOWHERE: dict[str, Any] = {
     "call": -1, "source": -1, "reads": (), "creates": (), "writes": (), "random": False, "seconds": 0.0,
@@ -86,9 +86,20 @@ def _operand(tensor: torch.Tensor, *, is_on_gpu: bool) -> Operand:
 
 
 @functools.cache
+def leaves_gpu_alone(name: str) -> bool:
+    """Return whether an operation that is no view runs nothing on the GPU; views in place are among these.
+
+    >>> [leaves_gpu_alone(name) for name in ("empty_like", "detach_", "record_stream", "add_")]
+    [True, True, True, False]
+    """
+    packet = getattr(torch.ops.aten, name, None)
+    tags = packet and getattr(packet, packet.overloads()[0]).tags
+    return name.startswith(_WITHOUT_KERNEL) or torch.Tag.inplace_view in (tags or ())
+
+
+@functools.cache
 def _runs_a_kernel(operation: Any) -> bool:
-    name = operation._overloadpacket.__name__
-    return not (operation.is_view or name.startswith(WITHOUT_KERNEL))
+    return not (operation.is_view or leaves_gpu_alone(operation._overloadpacket.__name__))
 
 
 @functools.cache

@@ -327,8 +327,7 @@ _SOLVED = (
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_int_mm", "_addmm_activation"}
 _ATTENTIONS = ("flash", "efficient", "cudnn", "flex")
 _KIND = {
-    "_softmax": "softmax",
-    "_log_softmax": "softmax",
+    **dict.fromkeys(("_softmax", "_log_softmax", "softmax", "log_softmax"), "softmax"),
     "_softmax_backward_data": "softmax_backward",
     "_log_softmax_backward_data": "softmax_backward",
     "_fused_rms_norm": "layer_norm",
@@ -345,6 +344,7 @@ _KIND = {
     "cudnn_batch_norm_backward": "batch_norm_backward",
     "batch_norm_backward": "batch_norm_backward",
     "native_dropout": "dropout",
+    "linalg_vector_norm": "reduction",
     "embedding": "gather",
     "index_select": "gather",
     "index": "gather",
@@ -361,7 +361,8 @@ _KIND = {
     "nll_loss2d_forward": "pointwise",
     "nll_loss2d_backward": "pointwise",
     **dict.fromkeys(("copy", "clone", "_to_copy", "contiguous"), "copy"),
-    **dict.fromkeys(("fill", "zero", "zeros", "zeros_like", "new_zeros", "ones_like", "full_like"), "fill"),
+    **dict.fromkeys(("fill", "zero", "zeros", "zeros_like", "new_zeros"), "fill"),
+    **dict.fromkeys(("ones_like", "new_ones", "full_like", "new_full"), "fill"),
     **dict.fromkeys(("normal", "uniform", "bernoulli", "random", "rand_like", "randn_like"), "fill"),
 }
 """By the name of an operation, without its overload and the ``_`` of one in place."""
