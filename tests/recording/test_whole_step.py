@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memfit.analysis.dry_run_result import dry_run_of_trace
-from memfit.records import DRIVER, EVERY_STREAM, NO_STREAM, Change, Phase
+from memfit.records import DRIVER, EVERY_STREAM, NO_STREAM, ON_CPU, Change, Phase
 from memfit.run.options import RunOptions
 from memfit.trace.trace_file import read_trace
 from memfit.trials.trial_run import trial_runner
@@ -103,6 +103,31 @@ def test_a_step_with_updates_in_the_backward_is_recorded(dry_run, tmp_path):
     """
     step, labels = step_of(dry_run, tmp_path, loop)
     assert products(step, labels) == {Phase.FORWARD: 6, Phase.BACKWARD: 11}
+
+
+def test_what_the_cpu_computes_is_recorded_with_its_bytes_and_views_are_not(dry_run, tmp_path):
+    loop = """
+    shard, gradient = torch.ones(1 << 20, requires_grad=True), torch.ones(1 << 20)
+    host = torch.optim.SGD([shard], lr=0.1, foreach=False)
+    for _ in range(4):
+        data = torch.ones(1 << 20) * 2
+        model(inputs).square().mean().backward()
+        shard.grad = gradient
+        optimizer.step()
+        host.step()
+        optimizer.zero_grad()
+        shard.detach().view(1024, 1024)[:, 0]
+    """
+    step, labels = step_of(dry_run, tmp_path, loop)
+    ran = [
+        (step.operations[number], labels[label])
+        for number, label in zip(step.order, step.labels, strict=True)
+    ]
+    found = [(each.name, each.moved, label.phase) for each, label in ran if each.name.startswith(ON_CPU)]
+    assert [name for name, _, _ in found].count("cpu.aten::add_") == 1
+    assert ("cpu.aten::add_", 3 * 4 << 20, Phase.OPTIMIZER) in found
+    assert ("cpu.aten::mul", (2 * 4 << 20) + 8, Phase.INPUT) in found
+    assert {name for name, _, _ in found} <= {"cpu.aten::add_", "cpu.aten::mul", "cpu.aten::ones"}
 
 
 @pytest.mark.process

@@ -20,7 +20,7 @@ from memfit.records import (
 from memfit.report.terminal.step_time import step_time_lines
 from memfit.timing.kernel_times import Basis, KernelTimes
 from memfit.timing.kernel_work import work_of
-from memfit.timing.step_time import seconds_to_issue, step_time
+from memfit.timing.step_time import seconds_on_cpu, seconds_to_issue, step_time
 from memfit.timing.step_timeline import QueuedWork, step_timeline
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -107,6 +107,21 @@ def test_calls_of_the_driver_cost_the_host_and_some_wait_for_every_stream():
     assert time_of(step_of(*((each, FORWARD) for each in kernels), (malloc, FORWARD))).seconds == (
         pytest.approx(time_of(plain).seconds)  # the host is ahead
     )
+
+
+def test_updates_on_the_cpu_take_the_hosts_time_and_preparing_data_does_not():
+    fields = -1, -1, (), (), (), 0, 50_000_000, "", False, 0.0, 0
+    update = Operation("cpu.aten::add_", *fields, stream=NO_STREAM)
+    kernels = [(replace(product("float16"), waits=True), BACKWARD), (product("float16"), FORWARD)]
+    plain, with_update = (
+        time_of(step_of(kernels[0], *more, kernels[1])) for more in ((), ((update, OPTIMIZER),))
+    )
+    assert with_update.cpu_seconds == pytest.approx(1e-3)  # 50 GB/s
+    assert with_update.seconds - plain.seconds == pytest.approx(1e-3)
+    assert with_update.high / with_update.seconds > plain.high / plain.seconds
+    assert "  Operations on the CPU take 1.00 ms of it (assumed)." in list(step_time_lines(with_update))
+    prepares = (EventLabel(Phase.INPUT, "", "", -1),) * len(LABELS)
+    assert seconds_on_cpu(step_of((update, FORWARD)), prepares) == [0.0]
 
 
 def test_a_step_with_decompositions_has_no_time():

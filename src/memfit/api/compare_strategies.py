@@ -180,7 +180,7 @@ class _Plain:
 
     def compared(self, run: ComparedRun, change: Change, under: TrialResult) -> ComparedRun:
         """Return a run with its time, and what it computes, compared with the script as written."""
-        time = None if change.updates_on_host else step_time_of_trace(under.trace)
+        time = step_time_of_trace(under.trace)
         compiled = self.step is not None and self.step.compiled
         return replace(
             run,

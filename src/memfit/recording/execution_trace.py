@@ -38,6 +38,8 @@ _DTYPES = {
     "short int": "int16", "short": "int16", "unsigned char": "uint8", "signed char": "int8",
     "bool": "bool", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "c10::complex<float>": "complex64",
 }  # fmt: skip
+_MUCH = 1 << 20
+"""Bytes below which an operation on the host takes no longer than its call."""
 _UNDEFINED = "nullptr"
 """The dtype of a tensor that does not exist: the gradient of an input that needs none."""
 _TENSOR = 6
@@ -69,6 +71,8 @@ class TraceNode(msgspec.Struct):
     attrs: list[_Attribute]
     waits: bool = False
     """Whether the host waited in it, as a mark inside of it says."""
+    moved_on_cpu: int = 0
+    """Bytes that it read and wrote, where it computed on the host alone."""
 
     def attribute(self, name: str) -> Any:
         """Return an attribute; None if there is none of this name."""
@@ -118,6 +122,9 @@ def read_execution_trace(written: bytes, marks: str, inner: str) -> tuple[list[T
         elif any(part.name.startswith(_PYTHON) for part in parts) or not _is_whole(node):
             left += parts
         elif _runs_on_gpu(node):
+            take(node, after_inner=True)
+        elif (moved := _moved_on_cpu(node)) >= _MUCH:
+            node.moved_on_cpu = moved
             take(node, after_inner=True)
         else:  # it may allocate
             take_marks(node)
@@ -198,6 +205,16 @@ def _runs_on_gpu(node: TraceNode) -> bool:
     is_view = "(a)" in schema and "!" not in schema
     storages = {each[1] for each in inputs}
     return not (is_view and outputs and all(each[1] in storages for each in outputs))
+
+
+def _moved_on_cpu(node: TraceNode) -> int:
+    """Return the bytes that an operation without a kernel on the GPU reads and writes; 0 of a view."""
+    inputs, outputs = list(_tensors(node.inputs.values)), list(_tensors(node.outputs.values))
+    storages = {each[1] for each in inputs}
+    is_view = "!" not in str(node.attribute("op_schema")) and all(each[1] in storages for each in outputs)
+    if is_view or leaves_gpu_alone(node.name.partition("::")[2]):
+        return 0
+    return sum(each[3] * each[4] for each in (*inputs, *outputs) if not each[-1].startswith(_CUDA))
 
 
 def _operands(values: _Values) -> Iterator[Operand]:

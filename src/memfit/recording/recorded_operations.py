@@ -9,7 +9,7 @@ from memfit.recording.operation_observer import LABEL_MARK
 from memfit.recording.operation_of_call import layout_of_strides
 from memfit.recording.step_streams import MARK as STREAM_MARK
 from memfit.recording.step_streams import StepStreams
-from memfit.records import DRIVER, Operand, Operation
+from memfit.records import DRIVER, NO_STREAM, ON_CPU, Operand, Operation
 
 COMPILED_MARK, REPLAY_MARK, ONCE_MARK = (f"{LABEL_MARK}{name}" for name in ("compiled:", "replay:", "once"))
 """Around a call of a compiled graph, and after a replay of a CUDA graph, with their numbers; around what no
@@ -74,7 +74,9 @@ class RecordedOperations:
             for kernel in kernels:
                 self._add(_operation_of_kernel(kernel, stream), label)
             return is_replay
-        if node.name != ONCE_MARK:
+        if node.moved_on_cpu:
+            self._add(_operation_on_cpu(node), label)
+        elif node.name != ONCE_MARK:
             self._add(replace(operation_of_node(node), stream=stream), label)
         return False
 
@@ -82,6 +84,11 @@ class RecordedOperations:
         self.streams.issued(operation.stream, len(self.operations))
         self.operations.append(operation)
         self.labels.append(label)
+
+
+def _operation_on_cpu(node: TraceNode) -> Operation:
+    fields = f"{ON_CPU}{node.name}", -1, -1, (), (), (), 0, node.moved_on_cpu, "", False, 0.0, 0
+    return Operation(*fields, stream=NO_STREAM)
 
 
 def _operation_of_kernel(work: KernelWork, stream: int) -> Operation:

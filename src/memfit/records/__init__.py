@@ -75,6 +75,7 @@ from memfit.records.step_operations import (
     EVERY_STREAM,
     LEAST_RECOMPUTED,
     NO_STREAM,
+    ON_CPU,
     InputTensor,
     ModuleCall,
     Operand,

@@ -173,12 +173,6 @@ class Change:
         return "offload" in self.plan or "offload" in self.plan.get("optimizer_state", {})
 
     @property
-    def updates_on_host(self) -> bool:
-        """Whether shards wait on the host and are updated there: no time is known of these updates."""
-        sharding = self.plan.get("sharding", {})
-        return bool(sharding.get("offload")) or any(map(offloads_shards, self.own_sharding.values()))
-
-    @property
     def code(self) -> tuple[str, ...]:
         """The Python expressions that create its strategies.
 

@@ -7,6 +7,8 @@ LEAST_RECOMPUTED = 1 << 14
 """Bytes: where tensors are recomputed one by one, smaller results are kept."""
 DRIVER = "cuda."
 """What the names of calls begin with that give the GPU no work: ``cuda.malloc``, ``cuda.synchronize``."""
+ON_CPU = "cpu."
+"""What the names of operations begin with that compute on the host's own tensors."""
 NO_STREAM, EVERY_STREAM = -1, -2
 """In place of a stream's number: of what the host does alone, and of what it does when all have ended."""
 _NOT_THE_SAME = ("empty", "new_empty")

@@ -56,6 +56,8 @@ class StepTime:
     """That a step trains on; None if memfit did not find out."""
     tokens: int | None
     """The same of tokens."""
+    cpu_seconds: float = 0.0
+    """In which the host computes on tensors of its own, such as updates of offloaded shards; assumed."""
     communication: CommunicationTime | None = None
     """None if the step has no collectives, as on one GPU. With several, all figures are of one rank."""
 

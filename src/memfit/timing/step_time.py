@@ -11,6 +11,7 @@ from memfit.errors import UnknownDeviceError
 from memfit.records import (
     ASSUMED_HOST_TIMES,
     DRIVER,
+    ON_CPU,
     CommunicationTime,
     EventLabel,
     HostTimes,
@@ -146,12 +147,14 @@ def step_time(
     exposed = max(timeline.seconds - without.seconds, 0.0)
     busy = without.working + exposed
     basis = _basis(times, computed)
+    on_cpu = sum(seconds_on_cpu(step, labels))
     spread = math.hypot(
         _COMMON_OF_MEASURED if basis == Basis.MEASURED else _COMMON,
         sum(times[n].seconds * times[n].spread for n in computed) / timeline.seconds,
         slower.seconds / timeline.seconds - 1,
         _HOST_SPREAD * max(timeline.seconds - busy, 0.0) / timeline.seconds,
         _SPREAD_OF_RANKS if shared else 0.0,
+        _CPU_SPREAD * on_cpu / timeline.seconds,
     )
     samples, tokens = samples_and_tokens(step, labels)
     return StepTime(
@@ -170,6 +173,7 @@ def step_time(
         / timeline.seconds,
         samples=samples,
         tokens=tokens,
+        cpu_seconds=on_cpu,
         communication=CommunicationTime(
             seconds=sum(times[n].seconds for n in shared),
             exposed=exposed,
@@ -230,7 +234,7 @@ def seconds_to_issue(step: WholeStep, labels: Sequence[EventLabel], host: HostTi
     others by all. A replay of a CUDA graph issues its operations with the first of them.
     """
     is_backward = [labels[label].phase is Phase.BACKWARD for label in step.labels]
-    issues = [not step.operations[number].name.startswith(DRIVER) for number in step.order]
+    issues = [not step.operations[number].name.startswith((DRIVER, ON_CPU)) for number in step.order]
     for first, end in step.replays:
         issues[first + 1 : end] = [False] * (end - first - 1)
     python = step.host.python_calls * host.one.python_calls
@@ -239,8 +243,26 @@ def seconds_to_issue(step: WholeStep, labels: Sequence[EventLabel], host: HostTi
     calling = python / max(sum(calls), 1)
     driver = [_seconds_of_driver(operation.name) for operation in step.operations]
     return [
-        driver[number] + beside * issued + calling * called
-        for number, issued, called in zip(step.order, issues, calls, strict=True)
+        driver[number] + on_cpu + beside * issued + calling * called
+        for number, on_cpu, issued, called in zip(
+            step.order, seconds_on_cpu(step, labels), issues, calls, strict=True
+        )
+    ]
+
+
+def seconds_on_cpu(step: WholeStep, labels: Sequence[EventLabel]) -> list[float]:
+    """Return how long the host computes in each operation of a step on tensors of its own, in order.
+
+    What runs before the forward, and in a data loader's threads, prepares data: that is no part of the time.
+    """
+    return [
+        operation.moved / _CPU_BANDWIDTH
+        if operation.name.startswith(ON_CPU) and label.phase not in _PREPARES
+        else 0.0
+        for operation, label in (
+            (step.operations[number], labels[label])
+            for number, label in zip(step.order, step.labels, strict=True)
+        )
     ]
 
 
@@ -264,6 +286,10 @@ _SPREAD_OF_RANKS = 0.5
 unlike those of the tables. Assumed, when 29 published steps had been predicted."""
 _HOST_SPREAD = 0.5
 """Of the host's time; assumed: processors differ as much."""
+_CPU_BANDWIDTH, _CPU_SPREAD = 50e9, 2.0
+"""Bytes per second that operations on the CPU read and write, with all of its cores, and the spread of their
+time; assumed."""
+_PREPARES = (Phase.SETUP, Phase.INPUT)
 
 
 def samples_and_tokens(step: WholeStep, labels: Sequence[EventLabel]) -> tuple[int | None, int | None]:

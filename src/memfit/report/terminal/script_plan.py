@@ -195,8 +195,6 @@ def _tight(result: ScriptPlan, chosen: PlanRun) -> str:
 
 def _ranks(result: ScriptPlan) -> Iterator[str]:
     """Say what the figures are of."""
-    if any(run.change.updates_on_host for run in result.tried):
-        yield "\nWhere shards wait on the host, times leave out the updates, which run there."
     if result.sharded:
         yield "\nThe figures are of the rank that needs most. The ranks share each batch of the script's."
         return

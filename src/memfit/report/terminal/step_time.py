@@ -51,6 +51,8 @@ def step_time_lines(time: StepTime | None, unknown: str = "", step: str = "A ste
     if time.is_bound_by_host:
         busy = time.gpu_seconds / time.seconds
         yield f"  The host limits it: the GPU is busy for {busy:.0%} of the time ({time.host_basis})."
+    if time.cpu_seconds >= _SEEN * time.seconds:
+        yield f"  Operations on the CPU take {format_seconds(time.cpu_seconds)} of it (assumed)."
     if time.communication is not None:
         yield f"  {_communication(time, time.communication)}"
     parts = [f"{name} {share:.0%}" for name, share in shares_by_name(time)[:_SHOWN]]
