@@ -1,6 +1,7 @@
 """Collectives of a recorded step: what NCCL is asked for, on which stream, and what waits for it."""
 
 from collections import Counter
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -103,6 +104,8 @@ def test_fsdp_gathers_parameters_twice_ahead_and_scatters_gradients(dry_run, tmp
         for place, one in enumerate(step.operations[number] for number in step.order)
     ]
     begins = step_timeline(work).starts
+    begun = sorted(begins[place] for place, _ in collectives(step))
+    assert all(later >= earlier + 1 for earlier, later in pairwise(begun))  # of one communicator, in order
     products = [place for place, number in enumerate(step.order) if step.operations[number].flops]
     forward = [place for place in products if labels[step.labels[place]].phase is Phase.FORWARD]
     assert [begins[place] for place in forward] == [1, 2, 3]  # each waits for its weights, gathered ahead

@@ -33,7 +33,8 @@ static void mark_call(const char *name, uint64_t sent, uint64_t received, int ty
 {
     if (alone(communicator))
         return;
-    mark("nccl:%s:%lu:%lu:%d:%d:%p", name, sent, received, type, communicator->ranks, stream);
+    mark("nccl:%s:%lu:%lu:%d:%d:%p:%p", name, sent, received, type, communicator->ranks,
+         (const void *)communicator, stream);
     if (groups == 0)
         mark("launch");
 }
