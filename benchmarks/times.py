@@ -196,7 +196,11 @@ def predict(trace: Path, row: TimedRow, *, without_own: bool) -> tuple[float, fl
         passes = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
         order = zip(step.order, step.labels, strict=True)
         waits = {at for at, each in enumerate(step.operations) if each.name == "cuda.synchronize"}
-        kept = [each for each in order if labels[each[1]].phase in passes or each[0] in waits]
+        emptying = Phase.INPUT  # of the allocator's cache, whose frees wait before the timed part
+        phases = ((each, labels[each[1]].phase) for each in order)
+        kept = [
+            each for each, phase in phases if phase in passes or (each[0] in waits and phase is not emptying)
+        ]
         order, places = tuple(at for at, _ in kept), tuple(label for _, label in kept)
         step = replace(step, order=order, labels=places, after=())
     found = step_time(step, labels, find_device(row.card), without_own=without_own)

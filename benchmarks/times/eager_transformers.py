@@ -4,11 +4,13 @@ NeuSight's author timed the model's forward and the backward, each from an idle 
 allocator's cache was emptied before each forward. Gradients add up from step to step: the optimizer has one small
 parameter, and only marks where a step ends. With ``--half``, as Hugging Face timed its attention: weights in
 float16, the sum of the logits as loss, gradients cleared in each step, and the results of the last step alive.
-OPT's attention then is that of transformers 4.45, which copies its inputs.
+Attention is that of transformers 4.38 to 4.45: OPT's copies its inputs and bounds its scores, GPT-2's masks by
+``where``, BERT's adds a mask of zeros.
 """
 
 import argparse
 import gc
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +44,7 @@ CONFIGS = {
 }
 
 
-def attention_of_2024(module, query, key, value, mask, scaling, dropout, **options):
+def opt_attention(module, query, key, value, mask, scaling, dropout, **options):
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     if mask is None:
         found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
@@ -51,6 +53,37 @@ def attention_of_2024(module, query, key, value, mask, scaling, dropout, **optio
     least = torch.tensor(torch.finfo(scores.dtype).min, device=scores.device)
     weights = F.softmax(torch.max(scores, least), dim=-1, dtype=torch.float32).to(query.dtype)
     return (F.dropout(weights, dropout) @ value).transpose(1, 2), weights
+
+
+@cache
+def causal_mask(length):
+    return torch.ones(length, length, dtype=torch.bool, device="cuda").tril()
+
+
+def gpt2_attention(module, query, key, value, mask, scaling, dropout, **options):
+    scores = query @ key.transpose(-1, -2)
+    root, least = (
+        torch.full([], number, dtype=scores.dtype, device=scores.device)
+        for number in (value.shape[-1] ** 0.5, torch.finfo(scores.dtype).min)
+    )
+    scores = torch.where(causal_mask(scores.shape[-1]), scores / root, least)
+    weights = F.dropout(scores.softmax(-1), dropout)
+    return (weights @ value).transpose(1, 2), weights
+
+
+@cache
+def zeros(batch, length, dtype):
+    return torch.zeros(batch, 1, 1, length, dtype=dtype, device="cuda")
+
+
+def bert_attention(module, query, key, value, mask, scaling, dropout, **options):
+    scores = query @ key.transpose(-1, -2) / value.shape[-1] ** 0.5
+    scores = scores + zeros(len(scores), scores.shape[-1], scores.dtype)
+    weights = F.dropout(scores.softmax(-1), dropout)
+    return (weights @ value).transpose(1, 2), weights
+
+
+ATTENTION = {"bert": bert_attention, "gpt2": gpt2_attention, "gpt3": gpt2_attention, "opt": opt_attention}
 
 
 def main():
@@ -67,10 +100,11 @@ def main():
     config = CONFIGS[args.model]
     kind = AutoModelForPreTraining if args.model == "bert-large" else AutoModelForCausalLM
     attention = args.attention
-    if args.half and args.model == "opt-350m":
-        mask = eager_mask if attention == "eager" else lambda *args, **options: None
+    family = args.model.split("-")[0]
+    if attention == "eager" or family == "opt":
+        mask = eager_mask if family == "opt" and attention == "eager" else lambda *args, **options: None
         attention = "of_2024"
-        AttentionInterface.register(attention, attention_of_2024)
+        AttentionInterface.register(attention, ATTENTION[family])
         AttentionMaskInterface.register(attention, mask)
     with torch.device("cuda"):
         model = kind.from_config(config, attn_implementation=attention).train()

@@ -258,6 +258,8 @@ def test_a_product_that_is_added_to_float32_has_its_own_sizes_and_precision():
     total, one, other = tensor(64, 8), tensor(64, 32, dtype="bfloat16"), tensor(32, 8, dtype="bfloat16")
     work = work_of(operation("aten.addmm.dtype_out", total, one, other, total, results=(total,)))
     assert (work.dtype, work.products) == ("bfloat16", ((1, 64, 8, 32),))
+    given, cast = (tensor(8), tensor(64, 32), tensor(32, 8)), tensor(64, 8, dtype="bfloat16")
+    assert work_of(operation("aten.addmm.default", *given, results=(cast,))).dtype == cast.dtype  # autocast
 
 
 def test_tensor_cores_are_slow_where_rows_are_not_aligned():

@@ -132,7 +132,8 @@ def _matrix_work(base: str, operation: Operation, plain: KernelWork) -> KernelWo
     return replace(
         plain,
         kind="product",
-        dtype=pair[0].dtype,
+        # Autocast casts what an addmm of the script is given; one with out_dtype has a wider result.
+        dtype=min(plain.dtype, pair[0].dtype, key=lambda dtype: _BYTES.get(dtype, 1)),
         flops=2.0 * batch * m * n * k,
         products=((batch, m, n, k),),
         alignment=math.gcd(8, *rows),
