@@ -17,8 +17,8 @@ MEASURED_OF_HOST = (
     *("python_calls", "operations", "autograd_nodes", "gradients", "updated_parameters"),
     *("checkpointed_regions", "checkpointed_tensors", "watched_operations"),
 )
-"""What a machine's measurement tells by networks. The driver's work is not among it, and the regions that memfit
-checkpoints are assumed to take as much more than PyTorch's as where that was measured."""
+"""What networks tell about a machine. The driver's work is not among it, and the regions that memfit checkpoints
+are assumed to take as much more than PyTorch's as where that was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,5 +97,6 @@ ASSUMED_HOST_TIMES = HostTimes(
     ),
     "10 networks of torchvision, transformers and timm, made small, with torch 2.14.1 and Python 3.11 on two "
     "cores of an Intel Xeon, on the ghost (benchmarks/host_times.py); a launch: the median of 501 beside an "
-    "A100 (argonne-lcf/ALCFBeginnersGuide, BabelStream under Nsight Systems); a library call: two launches; a gigabyte on the CPU: a server's, a guess",
+    "A100 (argonne-lcf/ALCFBeginnersGuide, BabelStream under Nsight Systems); a library call: two "
+    "launches; a gigabyte on the CPU: a guess at a server's",
 )

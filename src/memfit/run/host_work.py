@@ -217,7 +217,7 @@ def seconds_of_one(counts: Sequence[HostUnits], seconds: Sequence[float]) -> Hos
 
 
 def seconds_of_cpu_gigabyte() -> float:
-    """Return the seconds in which additions on the CPU read and write 10^9 bytes, at the best of ten times."""
+    """Return the seconds in which additions on the CPU read and write 10^9 bytes: the least of ten times."""
     one, other = (torch.ones(1 << 24) for _ in range(2))
     took = []
     for _ in range(10):
