@@ -17,7 +17,7 @@ MEASURED_OF_HOST = (
     *("python_calls", "operations", "autograd_nodes", "gradients", "updated_parameters"),
     *("checkpointed_regions", "checkpointed_tensors", "watched_operations"),
 )
-"""What networks tell about a machine. The driver's work is not among it. The regions that memfit checkpoints are
+"""What networks tell about a machine. The driver's work is not among it. Regions that memfit checkpoints are
 assumed to take as much more than PyTorch's as where that was measured."""
 
 
