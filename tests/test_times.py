@@ -35,7 +35,7 @@ def test_every_row_has_a_card_a_script_and_a_unit(times):
         assert row.unit in ("ms", "steps/s", "samples/s", "tokens/s")
         assert row.counts in ("step", "forward+backward")
         assert row.per > 1 or row.source == "NeuSight"
-        assert 1e-2 < row.seconds < 10
+        assert 1e-2 < row.seconds < 20
 
 
 def test_a_ratio_has_two_rows_of_one_source_and_card(times):
