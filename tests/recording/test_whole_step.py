@@ -108,13 +108,14 @@ def test_a_step_with_updates_in_the_backward_is_recorded(dry_run, tmp_path):
 def test_what_the_cpu_computes_is_recorded_with_its_bytes_and_views_are_not(dry_run, tmp_path):
     loop = """
     shard, gradient = torch.ones(1 << 20, requires_grad=True), torch.ones(1 << 20)
-    host = torch.optim.SGD([shard], lr=0.1, foreach=False)
+    host, other = (torch.optim.SGD([shard], lr=0.1, foreach=each) for each in (False, True))
     for _ in range(4):
         data = torch.ones(1 << 20) * 2
         model(inputs).square().mean().backward()
         shard.grad = gradient
         optimizer.step()
         host.step()
+        other.step()
         optimizer.zero_grad()
         shard.detach().view(1024, 1024)[:, 0]
     """
@@ -126,8 +127,11 @@ def test_what_the_cpu_computes_is_recorded_with_its_bytes_and_views_are_not(dry_
     found = [(each.name, each.moved, label.phase) for each, label in ran if each.name.startswith(ON_CPU)]
     assert [name for name, _, _ in found].count("cpu.aten::add_") == 1
     assert ("cpu.aten::add_", 3 * 4 << 20, Phase.OPTIMIZER) in found
+    assert ("cpu.aten::_foreach_add_", 3 * 4 << 20, Phase.OPTIMIZER) in found
     assert ("cpu.aten::mul", (2 * 4 << 20) + 8, Phase.INPUT) in found
-    assert {name for name, _, _ in found} <= {"cpu.aten::add_", "cpu.aten::mul", "cpu.aten::ones"}
+    assert {name for name, _, _ in found} <= {
+        f"cpu.aten::{name}" for name in ("add_", "_foreach_add_", "mul", "ones")
+    }
 
 
 @pytest.mark.process

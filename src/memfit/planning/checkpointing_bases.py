@@ -8,7 +8,7 @@ Each has run on the ghost, operation by operation.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -228,7 +228,19 @@ class CheckpointingBases:
         copies = self._seconds_to_copy_state() / self.step if offloads_state(plan) else 0.0
         return passes / self._passes + self._runs.more_in_slices(plan) + copies
 
-    def offloading(self, base: CheckpointingBase) -> CheckpointingBase:
+    def to_offload(self, bases: Sequence[CheckpointingBase], *, hides: bool) -> list[CheckpointingBase]:
+        """Return bases in which the inputs of what is recomputed wait on the host, where that may pay.
+
+        Args:
+            bases: some that may fit.
+            hides: whether a host that limits the step hides the copies: then it may pay, with whole batches,
+                though a plan is chosen. In parts, the host issues each operation once more.
+        """
+        if self._runs.chosen is not None:
+            bases = [base for base in bases if hides and base.change.parts == 1]
+        return [self._offloading(base) for base in bases]
+
+    def _offloading(self, base: CheckpointingBase) -> CheckpointingBase:
         """Return a base in which the inputs of what is recomputed wait on the host."""
         in_parts = not is_made_by_loop(base.change)
         chooser = CheckpointChooser(

@@ -150,9 +150,8 @@ class _OperationSearch(PlanSearch):
 
     def _plan_shardings(self) -> ScriptPlan:
         """Train a script for one GPU on several: with what moves least, if that is enough."""
-        self._runs.written = self._runs.watched = (
-            None  # plain data parallelism is what others are compared with
-        )
+        # Plain data parallelism is what others are compared with.
+        self._runs.written = self._runs.watched = None
         tried = self._try_shardings(shardings_to_try(rounding=self._allowed.rounding))
         if not tried:
             raise TargetError(f"memfit cannot plan for {self._script.ranks} GPUs. {self._runs.dropped[0]}")
@@ -205,8 +204,7 @@ class _OperationSearch(PlanSearch):
 
     def _combine(self, starts: Iterable[CheckpointingBase]) -> ScriptPlan:
         """Change more about what does not fit; the next start is made if nothing fits with those before."""
-        floor = self._bases.floor()
-        if floor is not None and floor.needs.bytes > self._runs.budget:
+        if (floor := self._bases.floor()) is not None and floor.needs.bytes > self._runs.budget:
             self._runs.budget = self._budget  # every plan is tight
         bases: list[CheckpointingBase] = []
         for start in starts:
@@ -217,9 +215,10 @@ class _OperationSearch(PlanSearch):
                 bases += self._search_roots(self._bases.roots_with_other_optimizers())
             if self._runs.chosen is not None:
                 break
-        if self._runs.chosen is None and (rest := [base for base in bases if self._may_fit(base)]):
-            if not self._refusal:
-                bases += (rest := [self._bases.offloading(base) for base in rest])
+        rest = list(filter(self._may_fit, bases))
+        if not self._refusal:
+            bases += (rest := self._bases.to_offload(rest, hides=self._limiting_host() is not None))
+        if rest and (self._runs.chosen is None or not self._refusal):
             self._runs.chosen = self._try_the_rest(rest)
         if (found := self._runs.chosen) is None or found.time > self._allowed.slowdown:
             tight = self._tight(bases)
@@ -359,8 +358,7 @@ class _OperationSearch(PlanSearch):
             return None
         self._ran_in_blocks.add(base.change)
         plan = base.change | block_checkpointing_policies(self._optimizer)[0]
-        relative = functools.partial(self._bases.relative, base.change)
-        made = self._runs.make_for_time(plan, relative)
+        made = self._runs.make_for_time(plan, functools.partial(self._bases.relative, base.change))
         if isinstance(made, ScriptEnd) or not self._runs.fits(made[1]):
             return None
         self._runs.models = made[0].models

@@ -214,6 +214,9 @@ def _moved_on_cpu(node: TraceNode) -> int:
     is_view = "!" not in str(node.attribute("op_schema")) and all(each[1] in storages for each in outputs)
     if is_view or leaves_gpu_alone(node.name.partition("::")[2]):
         return 0
+    if not outputs:  # it changes lists of tensors in place
+        changed = zip(_arguments(str(node.attribute("op_schema"))), node.inputs.values, strict=False)
+        outputs = list(_tensors([values for argument, values in changed if "!" in argument]))
     return sum(each[3] * each[4] for each in (*inputs, *outputs) if not each[-1].startswith(_CUDA))
 
 
@@ -240,8 +243,16 @@ def _operands_of(value: Any, shape: Any, kind: str, strides: Any) -> Iterator[Op
         yield from _operands_of(each, its_shape, its_kind, its_strides)
 
 
+def _arguments(schema: str) -> list[str]:
+    """Return the arguments of an operation, each with its type.
+
+    >>> _arguments("aten::_foreach_add_.List(Tensor(a!)[] self, Tensor[] other, *, Scalar alpha=1) -> ()")
+    ['Tensor(a!)[] self', 'Tensor[] other', 'Scalar alpha=1']
+    """
+    return [each for each in schema.partition("(")[2].partition(") ->")[0].split(", ") if each != "*"]
+
+
 def _is_causal(schema: str, node: TraceNode) -> bool:
-    arguments = schema.partition("(")[2].partition(") ->")[0].split(", ")
-    names = [each.split(" ")[-1].partition("=")[0] for each in arguments if each != "*"]
+    names = [each.split(" ")[-1].partition("=")[0] for each in _arguments(schema)]
     place = names.index("is_causal") if "is_causal" in names else -1
     return 0 <= place < len(node.inputs.values) and node.inputs.values[place] is True

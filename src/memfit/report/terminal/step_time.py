@@ -55,7 +55,7 @@ def step_time_lines(time: StepTime | None, unknown: str = "", step: str = "A ste
         yield f"  Operations on the CPU take {format_seconds(time.cpu_seconds)} of it ({time.host_basis})."
     if time.communication is not None:
         yield f"  {_communication(time, time.communication)}"
-    parts = [f"{name} {share:.0%}" for name, share in shares_by_name(time)[:_SHOWN]]
+    parts = [f"{name} {share:.0%}" for name, share in shares_by_name(time)[:_SHOWN] if share >= _SEEN]
     yield f"  Of the GPU's time: {', '.join(parts)}. {time.basis[:1].upper()}{time.basis[1:]}."
 
 
