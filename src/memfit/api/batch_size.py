@@ -37,13 +37,24 @@ def max_batch(  # noqa: PLR0913 - one parameter an option
     memfit runs the script with one batch size after another, without input and with its output hidden, until
     it fits with one and runs out of memory with the next. Each run writes the script's output files again.
 
-    Arguments beside those of ``memfit.dry_run``:
+    Args:
+        script: path of the script, or a module's name with ``module=True``.
+        arguments: the script's own arguments.
         budget: bytes of device memory that the script may use, the CUDA context included; by default the
             memory of ``gpu``.
         option: the script's option that sets the batch size, as it is written (``"--samples"``; a name that
             ends in ``=`` is one word with its value). By default, memfit recognises usual names, and
             otherwise changes the script's ``DataLoader``.
         multiple: look for multiples of it only.
+        module: run a module as ``python -m`` does.
+        gpu: name of a device in the table (``memfit gpus``).
+        in_use: bytes of device memory that other processes hold.
+        nproc: processes on each machine, with a GPU each; memfit runs the one that ``rank`` names.
+        nnodes: machines.
+        rank: the process to run, counted from 0 over all machines.
+        steps: training steps after which memfit stops each run; None lets it run to its end.
+        values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
+        on_progress: called about ten times a second.
 
     Raises:
         UsageError: memfit does not know what sets the batch size, or an option is out of range.

@@ -41,13 +41,22 @@ def check(  # noqa: PLR0913 - one parameter an option
 ) -> MemoryCheck:
     """Run an unmodified script on the ghost, and compare its memory with a baseline; needs no GPU.
 
-    Arguments beside those of ``memfit.dry_run``:
+    Args:
+        script: path of the script, or a module's name with ``module=True``.
+        arguments: the script's own arguments.
         baseline: the file of the baseline; None to check only whether the script fits.
         update: write this run to that file. If there is one already, the result compares the two.
         tolerance: share by which each figure may change: each peak, each term of it, and what each module
             holds of each term. A module counts if the peak changed in the same direction.
         budget: bytes of device memory that the script may use, the CUDA context included; by default the
             memory of ``gpu``.
+        module: run a module as ``python -m`` does.
+        gpu: name of a device in the table (``memfit gpus``).
+        in_use: bytes of device memory that other processes hold.
+        steps: training steps after which memfit stops the script; None lets it run to its end.
+        values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
+        stdout_to_stderr: send the script's standard output to standard error.
+        on_progress: called about ten times a second.
 
     Returns:
         What grew and what fell; ``passed`` says whether the script fits and nothing grew too much.

@@ -67,11 +67,21 @@ def compare(  # noqa: PLR0913 - one parameter an option
     script's output files again. Most runs go on from a copy of the first, made just before it trained. On
     several GPUs, the ranks share each batch of the script's.
 
-    Arguments beside those of ``memfit.dry_run``:
+    Args:
+        script: path of the script, or a module's name with ``module=True``.
+        arguments: the script's own arguments.
+        module: run a module as ``python -m`` does.
+        gpu: name of a device in the table (``memfit gpus``).
+        memory: bytes of device memory instead of that device's.
+        in_use: bytes of device memory that other processes hold.
         nproc: processes on each machine, with a GPU each; for more than one, shardings are compared, too. Of
             a script that shards itself, options of its own calls are compared in their place.
+        nnodes: machines.
+        steps: training steps after which memfit stops each run; None lets it run to its end.
+        values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         rows: names of rows, or of groups of them, and files of plans or settings, to be compared with the
             script as written; by default all rows.
+        on_progress: called about ten times a second.
 
     Raises:
         UsageError: there is no such row.

@@ -63,13 +63,19 @@ def plan(  # noqa: PLR0913 - one parameter an option
     Training under the plan gives the same results, up to the rounding of sums. The script runs without input
     and with its output hidden, and writes its output files again each time.
 
-    Arguments beside those of ``memfit.dry_run``:
+    Args:
+        script: path of the script, or a module's name with ``module=True``.
+        arguments: the script's own arguments.
         budget: bytes of device memory that the script may use, the CUDA context included; by default the
             memory of ``gpu``.
+        module: run a module as ``python -m`` does.
         gpu: name of a device in the table (``memfit gpus``); times are estimated for it.
+        in_use: bytes of device memory that other processes hold.
         nproc: processes on each machine, with a GPU each: every rank must fit. A script that trains on one
             GPU is sharded if that is needed; the ranks share each of its batches.
+        nnodes: machines.
         steps: training steps after which memfit stops each run, at least 2.
+        values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         bitwise: whether results must be the same bit for bit: batches are not divided then.
         allow: other numerics that the plan may use: ``amp`` (bf16 autocast), ``bf16`` (bf16 parameters),
             ``8bit`` (Adam's or AdamW's state in 8 bits, by bitsandbytes).
@@ -79,6 +85,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
             fitted, ``out_of_time`` tells that from a search that ended.
         policies: also run three policies that people use: checkpoint every block, every second one, and every
             block with matrix products kept.
+        on_progress: called about ten times a second.
         on_found: called with each plan that is faster than those before it, as soon as it is found.
 
     Raises:
