@@ -55,7 +55,7 @@ def least_time_with_state_offloaded(step: float, busy: float, copies: float) -> 
 
     Args:
         step: seconds of a step as written.
-        busy: of which the GPU works.
+        busy: seconds of that in which the GPU works.
         copies: seconds of copying the state to the host and back.
 
     >>> least_time_with_state_offloaded(4.0, 4.0, 1.0), least_time_with_state_offloaded(4.0, 2.0, 1.0)
