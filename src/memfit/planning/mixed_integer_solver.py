@@ -124,6 +124,7 @@ def make_highs_solver() -> Any:
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("threads", 1)
         highs.setOptionValue("mip_pscost_minreliable", 0)  # strong branching would take most of the work
+        highs.setOptionValue("mip_allow_restart", False)  # each restart runs the heuristics of the root again
     return highs
 
 
