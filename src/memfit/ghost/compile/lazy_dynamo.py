@@ -138,10 +138,7 @@ def _leave_empty(module: ModuleType) -> None:
 
 
 class _Imported(Loader):
-    """Loads a module that was imported while it was being looked for: Python would run its code again.
-
-    The attribute is set in the module's dictionary: PyTorch's ``config`` modules refuse new attributes.
-    """
+    """Loads a module that was imported while it was being looked for: Python would run its code again."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -149,11 +146,11 @@ class _Imported(Loader):
 
     def spec(self) -> ModuleSpec:
         """Return a spec with this loader, also as the module's own, which Python prefers to it."""
-        spec = vars(self._module)["__spec__"] = ModuleSpec(self._module.__name__, self)
+        spec = self._module.__spec__ = ModuleSpec(self._module.__name__, self)
         return spec
 
     def create_module(self, _spec: ModuleSpec) -> ModuleType:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__spec__"] = self._spec
+        module.__spec__ = self._spec
