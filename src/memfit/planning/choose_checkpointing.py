@@ -202,12 +202,14 @@ class CheckpointChooser:
         return self.choose(int(self.least.peak * (1 + _TOLERANCE)), _LESS) or self.least
 
     def _selection(self, found: MixedIntegerSolution) -> Selection:
-        return {
-            module: way
-            for module, columns in self._columns.items()
-            for way, column in enumerate(columns)
-            if found.values[column] > _HALF
-        }
+        return self._uniform.in_order(
+            {
+                module: way
+                for module, columns in self._columns.items()
+                for way, column in enumerate(columns)
+                if found.values[column] > _HALF
+            }
+        )
 
     def _choice(self, selection: Selection) -> CheckpointChoice:
         modules: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
