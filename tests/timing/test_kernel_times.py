@@ -1,5 +1,6 @@
 """Seconds of kernels: figures of public tables, within the error that the coefficients' table states."""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -181,6 +182,20 @@ def test_without_the_cards_own_tables_a_relatives_serve_with_a_wider_interval():
     assert other.of(work).basis is Basis.RELATIVE
     assert own.of(work).seconds != other.of(work).seconds
     assert own.of(work).spread < other.of(work).spread
+
+
+def test_no_basis_has_a_narrower_interval_than_a_more_certain_one():
+    for kind, table in kernel_table()["kind"].items():
+        found = {basis: [] for basis in Basis}
+        for device in all_devices():
+            fit = find_coefficients(kind, device)
+            found[fit.basis].append((fit.spread, fit.long))
+            if "like" in table:  # what nobody measured is no more certain than the other kind by a relative
+                other = find_coefficients(table["like"], device)
+                found[Basis.RELATIVE] += [(other.spread, other.long)] * (other.basis is Basis.RELATIVE)
+        for place in (0, 1):
+            spreads = [[each[place] for each in fits] for fits in found.values() if fits]
+            assert all(max(one) <= min(other) for one, other in itertools.pairwise(spreads)), kind
 
 
 @pytest.mark.parametrize(
