@@ -239,7 +239,7 @@ def find_coefficients(kind: str, device: Device, *, without_own: bool = False) -
 def _spreads_without_own(kind: str) -> tuple[float, float]:
     """Return how far off a kind's times are where the card has no table of it: of all, and of long ones.
 
-    That is never less than on a card that has one, and on what the kind is ``like`` where only a relative has.
+    Never less far than where a card has one; a kind that is ``like`` another, than that one without.
     """
     table = kernel_table()["kind"][kind]
     known = [(each["spread"], each["long"]) for each in table.get("card", {}).values()]
