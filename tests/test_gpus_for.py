@@ -81,9 +81,9 @@ def rows(found):
 
 
 @pytest.mark.usefixtures("warm_scripts")
-def test_the_cheapest_run_comes_first_with_its_hours_and_cost(tmp_path, monkeypatch):
+def test_the_cheapest_run_comes_first_with_its_hours_and_cost_and_the_hosts_limit(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT).replace("152 << 10", "8 << 10"))
+    script.write_text(textwrap.dedent(SCRIPT).replace("152 << 10", "1 << 10"))
     prices = {"B200": 0.01, "RTX-4090": 3600.0}
     found = on(["T4", "RTX 4090", "B200"], monkeypatch, script, prices=prices, priced_on="2026-11-30")
     seconds = {plan.device.name: plan.seconds for plan in found.plans}
@@ -100,6 +100,11 @@ def test_the_cheapest_run_comes_first_with_its_hours_and_cost(tmp_path, monkeypa
     public = msgspec.json.decode(result_to_json(whole), type=public_json_type(GpusFor))
     assert (public.steps_total, public.hours, public.costs) == (10**6, whole.hours, whole.costs)
     assert [plan.device.name for plan in public.gpus] == ["B200", "RTX 4090", "T4"]
+    assert [plan.step_time.is_bound_by_host for plan in public.gpus] == [True, True, False]
+    shown = str(whole).splitlines()
+    assert [line.split()[0] for line in shown if "†" in line] == ["B200", "RTX-4090", "†"]
+    assert max(map(len, shown)) <= 100
+    assert "†" not in str(replace(whole, plans=whole.plans[2:]))
 
 
 def test_a_run_has_at_least_one_step(tmp_path):

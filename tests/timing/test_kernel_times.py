@@ -9,18 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.devices import all_devices, find_device, mig_slices
+from memfit.devices import find_device
 from memfit.records import Operand, Operation
-from memfit.timing.kernel_formulas import COEFFICIENTS, seconds_of_work, share_of_large_product
-from memfit.timing.kernel_times import (
-    LONG,
-    Basis,
-    KernelTimes,
-    find_coefficients,
-    kernel_table,
-    measured_device,
-    nearest_relative,
-)
+from memfit.timing.kernel_formulas import seconds_of_work
+from memfit.timing.kernel_times import LONG, Basis, KernelTimes, find_coefficients, kernel_table
 from memfit.timing.kernel_work import work_of
 
 
@@ -141,19 +133,6 @@ def test_more_elements_take_more_time(one, other):
     assert less <= more
 
 
-def test_every_kind_has_a_time_on_every_card():
-    for device in all_devices():
-        for kind in kernel_table()["kind"]:
-            for without_own in (False, True):
-                if without_own and len(kernel_table()["kind"][kind].get("card", {"": 0})) == 1:
-                    continue  # no other card has this kind
-                fit = find_coefficients(kind, device, without_own=without_own)
-                assert set(fit.values) & COEFFICIENTS >= {"floor", "bandwidth"}
-                assert fit.spread > 0
-    piece = mig_slices(find_device("A100-80GB"))[0]
-    assert find_coefficients("product_16", piece).basis is Basis.CARD
-
-
 def test_views_and_empty_tensors_take_no_time():
     times = KernelTimes(find_device("A100"))
     assert times.of(operation("aten.t.default", HIDDEN, results=(HIDDEN,), launches=0)).seconds == 0
@@ -181,20 +160,6 @@ def test_without_the_cards_own_tables_a_relatives_serve_with_a_wider_interval():
     assert other.of(work).basis is Basis.RELATIVE
     assert own.of(work).seconds != other.of(work).seconds
     assert own.of(work).spread < other.of(work).spread
-
-
-@pytest.mark.parametrize(
-    ("card", "near"), [("RTX 3090", "RTX 3070"), ("A10", "RTX 3070"), ("L4", "RTX 3070"), ("A100", "T4")]
-)
-def test_convolutions_carry_over_as_large_products_differ_whatever_the_memory(card, near):
-    device, table = find_device(card), kernel_table()["kind"]["convolution_16"]["card"]
-    assert nearest_relative(device, [*table], "convolution_16") == near
-    ours, theirs = (
-        share_of_large_product(find_coefficients("product_16", each).values)
-        for each in (device, measured_device(near))
-    )
-    arithmetic = find_coefficients("convolution_16", device).values["arithmetic"]
-    assert arithmetic / table[near]["arithmetic"] == pytest.approx(ours / theirs)
 
 
 def test_a_kind_without_tables_says_so():

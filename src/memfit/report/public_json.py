@@ -132,6 +132,7 @@ _IN_PLACE_OF: Mapping[type, Mapping[str, Mapping[str, _Source]]] = {
     },
     StageUse: {"stage": {"name": "stage"}, "process": {"process": "process.bytes"}, "place": _PLACE},
     StepTime: {
+        "host_basis": {name: name for name in ("host_basis", "is_bound_by_host")},
         "tokens": {name: name for name in ("tokens", "samples_per_second", "tokens_per_second")},
     },
     Term: {"figure": _of("figure", "bytes", "provenance", "source")},

@@ -224,17 +224,29 @@ def find_coefficients(kind: str, device: Device, *, without_own: bool = False) -
             for key, value in like.values.items()
             if key in COEFFICIENTS
         }
-        spread = table["spread"]
-        return CardFit(values, max(spread, like.spread), max(spread, like.long), Basis.DATA_SHEET)
+        return CardFit(values, *_spreads_without_own(kind), Basis.DATA_SHEET)
     near = nearest_relative(device, [other for other in cards if other != name], kind)
     if near is None:
         raise LookupError(f"No card has coefficients of {kind!r} in kernel_times.toml: add `like`.")
-    spread, long = table["relative"]
+    spread, long = _spreads_without_own(kind)
     known = carried_over(kind, cards[near], near, device, without_own=without_own)
     if "shared" in table and not has_nvlink(device):
         spread = long = table["shared"]["spread"]
         known = {**known, "bandwidth_8": known["bandwidth_8"] * table["shared"]["bandwidth_8"]}
     return CardFit(known, spread, long, Basis.RELATIVE)
+
+
+def _spreads_without_own(kind: str) -> tuple[float, float]:
+    """Return how far off a kind's times are where the card has no table of it: of all, and of long ones.
+
+    Never less far than where a card has one; a kind that is ``like`` another, than that one without.
+    """
+    table = kernel_table()["kind"][kind]
+    known = [(each["spread"], each["long"]) for each in table.get("card", {}).values()]
+    known += [table["relative"]] if "relative" in table else []
+    known += [_spreads_without_own(table["like"])] if "like" in table else []
+    known += [(table["spread"],) * 2] if "spread" in table else []
+    return max(spread for spread, _ in known), max(long for _, long in known)
 
 
 def carried_over(

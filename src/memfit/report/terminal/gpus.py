@@ -58,10 +58,12 @@ def print_gpus_for(result: GpusFor, console: Console) -> None:
     command = escaped(" ".join(command_as_typed(result.command)))
     if result.priced_on:
         console.print(f"\nPrices from tables are of {result.priced_on}.")
+    limited = any(plan.step_time is not None and plan.step_time.is_bound_by_host for plan in result.plans)
     for line in (
         "The CUDA context, which is assumed, is included. ~ What is left is less than its uncertainty.",
         "Times and costs are predicted. ±: nine steps of ten should take at most so much more, or less.",
         "* by measurements of a related card; ** by the data sheet. memfit dry-run --gpu NAME says more.",
+        *["† As written, the host limits the step: the GPU waits for it over a tenth of the time."] * limited,
         f"The plan for one of them: memfit plan --gpu NAME {command}",
     ):
         console.print(Text(line, style="dim"))
@@ -125,9 +127,10 @@ def _cells(plan: ScriptPlan) -> tuple[str, ...]:
     written = f"{_tight(plan, plan.as_written.needs.bytes)}{format_gib(plan.as_written.needs.bytes)}"
     seconds = "" if plan.seconds is None else format_seconds(plan.seconds)
     time = plan.step_time
-    spread = (
-        f"{time.high / time.seconds - 1:.0%}{_BASIS_MARKS.get(time.basis, '')}" if time and seconds else ""
-    )
+    spread = ""
+    if time and seconds:
+        marks = _BASIS_MARKS.get(time.basis, "") + "†" * time.is_bound_by_host
+        spread = f"{time.high / time.seconds - 1:.0%}{marks}"
     if chosen is None:
         smallest = plan.smallest or plan.as_written
         return written, format_gib(smallest.needs.bytes), "", "", "", "does not fit"
