@@ -48,9 +48,8 @@ _GAP = 0.01
 _COST = 1000.0
 """Cost of running the whole forward again: costs far below 1 would be lost in HiGHS's tolerances."""
 _COST_GAP = 5.0
-"""A cost this close to the bound is good enough: a two-hundredth of the forward, and so less than half of what
-another plan must be expected to save to be looked for. Seconds of operations are far less accurate; bytes
-have no gap."""
+"""A cost this close to the bound is good enough: at most half of what another plan must be expected to save to
+be looked for. Seconds of operations are far less accurate. Bytes have no gap."""
 _LESS = 0.65
 """Effort for the smallest choice, which is hard to make fast, and runs only where a budget is not reached."""
 _TOLERANCE = 1e-4

@@ -77,7 +77,7 @@ class UniformCheckpointingSearch:
         return sum(option.seconds for module, way in selection.items() for option in self._ways[module][way])
 
     def in_order(self, selection: Selection) -> Selection:
-        """Return a selection as fast, with the slowest ways in the first modules of a kind; itself if that is more.
+        """Return a selection with the slowest ways in the first modules of each kind, if it needs no more.
 
         A solver checkpoints any of identical modules. Where those in one way follow each other, the allocator
         mostly reserves less, and what it reserves does not depend on the solver's luck.

@@ -1,17 +1,18 @@
 """Import ``torch._dynamo`` only when something uses it.
 
-PyTorch's optimizers and checkpoints import Dynamo to tell it where a compiled graph must end, to keep it out of
-their own code, and to read a setting. The former mean something only to code that is being compiled, and the
-settings are a module that needs no other, but the import takes 1.2 s: a third of the dry run of a small script,
-and half of each plan that runs in a fork. Here, the import statement makes the module without its contents. It
-answers these uses itself; any other use fills it.
+PyTorch's optimizers and checkpoints import Dynamo to tell it where a compiled graph must end, and to keep it
+out of their own code. Both mean something only to code that is being compiled, but the import takes 1.2 s: a
+third of the dry run of a small script, and half of each run of a plan that checkpoints. Here, the import
+statement makes the module without its contents. It answers these two uses itself, and imports its settings, a
+module that needs no other, alone. Any other use fills it.
 
 Until then, as many Python objects as the module would hold take its place, and reference cycles are collected
 once. Python collects them, and the tensors that they hold, when a quarter of all objects are new: the import
 makes that many, and with fewer objects, the next collection would be earlier than without memfit.
 
-Source: ``_use_grad_for_differentiable`` in torch/optim/optimizer.py and ``_disable_dynamo`` in
-torch/_compile.py, ``_recomputation_hook`` in torch/utils/checkpoint.py, PyTorch 2.14.1; ``gc_collect_generations`` in Modules/gcmodule.c, Python 3.11.
+Source: ``_use_grad_for_differentiable`` in torch/optim/optimizer.py, ``_disable_dynamo`` in torch/_compile.py
+and ``_recomputation_hook`` in torch/utils/checkpoint.py, PyTorch 2.14.1; ``gc_collect_generations`` in
+Modules/gcmodule.c, Python 3.11.
 """
 
 import gc
@@ -106,8 +107,7 @@ def _stand_ins() -> list[list[object]]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds ``torch._dynamo`` as a lazy module, and fills it before any module in it but its settings is
-    imported."""
+    """Finds ``torch._dynamo`` as a lazy module, and fills it before a module in it is imported, but settings."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
