@@ -107,7 +107,7 @@ def _stand_ins() -> list[list[object]]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds ``torch._dynamo`` as a lazy module, and fills it before a module in it is imported, but settings."""
+    """Finds ``torch._dynamo`` as a lazy module, and fills it before any module in it, but its settings."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
