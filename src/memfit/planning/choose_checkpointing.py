@@ -48,11 +48,11 @@ _GAP = 0.01
 _COST = 1000.0
 """Cost of running the whole forward again: costs far below 1 would be lost in HiGHS's tolerances."""
 _COST_GAP = 5.0
-"""A cost this close to the bound is good enough: at most half of what another plan must be expected to save to
-be looked for. Seconds of operations are less accurate by far. Bytes have no gap."""
+"""A cost this close to the bound is good enough: at most half of what another plan must be expected to save
+to be tried. Seconds of operations are less accurate by far. Bytes have no gap."""
 _KNOWN_GAP = 2.0
-"""The same for choices that need no solver. They keep more single results, which may take the host longer than
-is counted here."""
+"""The same for choices that need no solver. They keep more single results, which may take the host longer
+than is counted here."""
 _LESS = 0.65
 """Effort for the smallest choice, which is hard to make fast, and runs only where a budget is not reached."""
 _TOLERANCE = 1e-4
