@@ -301,6 +301,27 @@ def test_an_observer_whose_file_has_another_format_costs_the_time_only(dry_run):
     assert not list(done.folder.glob("memfit-step-*"))
 
 
+def test_a_script_that_uses_the_observer_itself_has_it_and_costs_the_time_only(dry_run, tmp_path):
+    """PyTorch has one observer: to stop it twice, as memfit and the script did in step 1, is a crash."""
+    loop = """
+        from torch.profiler import ExecutionTraceObserver
+        for step in range(3):
+            if step == 1:
+                observer = ExecutionTraceObserver().register_callback("script.json")
+                observer.start()
+            loss = model(inputs).sum()
+            if step == 1:
+                observer.stop()
+                observer.unregister_callback()
+            loss.backward()
+            optimizer.step()
+    """
+    step_of(dry_run, tmp_path, loop)
+    why = dry_run_of_trace(read_trace(tmp_path / "run.memfit")).step_time_unknown
+    assert why == "the script uses PyTorch's ExecutionTraceObserver itself"
+    assert "finish_ts" in (tmp_path / "script.json").read_text()
+
+
 def test_a_compiled_graph_without_a_list_of_its_kernels_costs_the_time_only(dry_run, tmp_path):
     """As of a graph that comes from a cache of the script's own."""
     cached = "__import__('memfit').recording.recorder._installed[-1]._step._run_compiled(print, object(), ())"

@@ -1,4 +1,4 @@
-"""PyTorch's ExecutionTraceObserver: it writes operations to a file, with memfit's marks between them."""
+"""PyTorch's execution trace observer: it writes operations to a file, with memfit's marks between them."""
 
 import ctypes
 import os
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.profiler import ExecutionTraceObserver
+from torch._C import _profiler as profiler
 
 from memfit.ghost.runtime_bindings import GhostRuntime
 from memfit.recording.event_labels import LabelBook
@@ -27,10 +27,9 @@ class OperationObserver:
         os.close(handle)
         self.file = Path(name)
         self._ghost, self._book = ghost, book
-        self._observer = ExecutionTraceObserver()
         with _without_words_of_observer():
-            self._observer.register_callback(name)
-            self._observer.start()
+            profiler._add_execution_trace_observer(name)
+            profiler._enable_execution_trace_observer()
         ghost.mark_streams(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")))
         book.on_use = _mark_label
         _mark_label(book.current())
@@ -40,8 +39,8 @@ class OperationObserver:
         self._book.on_use = None
         self._ghost.mark_streams(None)
         with _without_words_of_observer():
-            self._observer.stop()
-            self._observer.unregister_callback()
+            profiler._disable_execution_trace_observer()
+            profiler._remove_execution_trace_observer()
 
 
 def _mark_label(label: int) -> None:

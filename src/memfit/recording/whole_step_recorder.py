@@ -41,6 +41,11 @@ _REBUILD = Patch(
     source="rebuildBuckets, torch/csrc/distributed/c10d/reducer.cpp",
     optional="a build without torch.distributed",
 )
+_OBSERVER = Patch(
+    "torch.profiler.profiler:ExecutionTraceObserver",
+    "register_callback",
+    why="leave PyTorch's observer, of which there is only one, to a script that uses it",
+)
 _GRADIENT = "torch::autograd::AccumulateGrad"
 _OF_LIBRARIES = tuple(
     f"aten.{name}"
@@ -77,12 +82,13 @@ class WholeStepRecorder:
         self._tf32 = False
         self._nodes = self._intercepted = 0
         self.fault = ""
-        """Why ``step`` returned None, as a clause, if it could not read what was recorded."""
+        """Why ``step`` returns None, as a clause, if the step could not be recorded, or not be read."""
 
     def install(self, hooks: InstalledHooks) -> None:
         """Hook compiled graphs, as soon as the script imports the compiler, and follow its training steps."""
         hooks.wrap_when_imported(_GRAPH, __call__=self._run_compiled)
         hooks.wrap_when_imported(_REBUILD, _rebuild_buckets=self._run_once)
+        hooks.wrap_when_imported(_OBSERVER, register_callback=self._leave_observer)
         self._book.listeners.append(self._marked)
         os.register_at_fork(before=self._give_up)  # a fork of the process would write to the same file
 
@@ -101,7 +107,7 @@ class WholeStepRecorder:
         if self._observer is not None:
             self._is_whole = True
             self._end()
-        elif self._file is None:
+        elif self._file is None and not self.fault:
             self._begin()
 
     def _begin(self) -> None:
@@ -128,6 +134,14 @@ class WholeStepRecorder:
             self._end()
             self._forget()
 
+    def _leave_observer(self, original: Callable[..., Any], *args: Any) -> Any:
+        """Leave the observer to the script: PyTorch crashes if two are stopped."""
+        self._give_up()
+        self._end_capture()
+        if self._file is None:
+            self.fault = "the script uses PyTorch's ExecutionTraceObserver itself"
+        return original(*args)
+
     def _forget(self) -> None:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
@@ -136,7 +150,7 @@ class WholeStepRecorder:
     def _begin_capture(self) -> None:
         """Record what is captured in a CUDA graph, for its replays; later steps do not capture it again."""
         self._give_up()
-        if self._file is None and not self._in_compiled:
+        if self._file is None and not self.fault and not self._in_compiled:
             self._capture = OperationObserver(self._ghost, self._book)
             self._captures.keep_for_replays(partial(self._replayed, len(self._captured)))
 
