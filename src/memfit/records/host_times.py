@@ -18,7 +18,7 @@ MEASURED_OF_HOST = (
     *("checkpointed_regions", "checkpointed_tensors", "watched_operations"),
 )
 """What networks tell about a machine. The driver's work is not among it. Regions that memfit checkpoints are
-assumed to take as much more than PyTorch's as where that was measured, and calls in hooks as much as others."""
+assumed to take as much more than PyTorch's as where that was measured, calls in hooks as long as others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
