@@ -34,6 +34,11 @@ FSDP = """
         fully_shard(layer)
     fully_shard(model)
 """
+FSDP_1 = """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+"""
 LOOP = f"""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -86,6 +91,7 @@ def test_ddp_reduces_all_gradients_and_its_update_waits(dry_run, tmp_path):
     assert step.operations[step.order[waiting]].stream == 0 != found[-1][1].stream
     assert labels[step.labels[waiting - 1]].phase is Phase.BACKWARD
     assert not any(step.operations[each].name.startswith("c10d") for each in step.order)
+    assert step.host.hook_calls == 0
 
 
 def test_fsdp_gathers_parameters_twice_ahead_and_scatters_gradients(dry_run, tmp_path):
@@ -111,6 +117,15 @@ def test_fsdp_gathers_parameters_twice_ahead_and_scatters_gradients(dry_run, tmp
     assert [begins[place] for place in forward] == [1, 2, 3]  # each waits for its weights, gathered ahead
     gathered = max(place for place, each in collectives(step) if each.name == "nccl.all_gather")
     assert begins[products[BLOCKS]] < begins[gathered] + 1  # the backward's first does not wait for the last
+
+
+@pytest.mark.parametrize(("shards", "counted"), [(FSDP, 3755), (FSDP_1, 3363)], ids=["2", "1"])
+def test_the_hooks_of_fsdp_call_as_many_functions_as_sys_setprofile_counts(
+    dry_run, tmp_path, shards, counted
+):
+    """Of this network with PyTorch 2.14.1, its calls without FSDP left out."""
+    step, _ = step_of(dry_run, tmp_path, shards + LOOP)
+    assert step.host.hook_calls == pytest.approx(counted, rel=0.11)
 
 
 def test_what_a_script_issues_itself_waits_where_the_script_does(dry_run, tmp_path):
