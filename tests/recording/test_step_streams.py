@@ -138,3 +138,15 @@ def test_what_a_script_issues_itself_waits_where_the_script_does(dry_run, tmp_pa
     reduced = [place for place, _ in found[:BLOCKS]]
     waiting = [place for place, before in step.after if before in reduced]
     assert min(waiting) > last > max(reduced)  # and no earlier, when memfit has its tensors released
+
+
+def test_a_collective_is_not_done_before_a_stream_waits_for_it(dry_run, tmp_path):
+    """PyTorch 2.15 waits for none that is: DistributedDataParallel's update seemed to wait for nothing."""
+    asked = """
+        work = dist.all_reduce(model[0].weight.grad, async_op=True)
+        (torch.erf if work.is_completed() else torch.sin)(model[0].weight)
+        optimizer.step()
+"""
+    step, _ = step_of(dry_run, tmp_path, LOOP.replace("        optimizer.step()\n", asked.lstrip("\n")))
+    names = {operation.name for operation in step.operations}
+    assert {"aten.sin.default", "aten.erf.default"} & names == {"aten.sin.default"}
