@@ -4,15 +4,17 @@
     python benchmarks/accuracy.py --sets J [--markdown FILE] [--chart FILE] [--runs FILE]
 
 Without --markdown the table goes to standard output. benchmarks/accuracy/rows.toml holds the rows, their
-sources and the explanations of differences. Set J, the memory of whole cards, runs only by itself: see
-published_cards.py. --runs caches the results of runs in a file, so that a later call
-does not repeat them. Exits with 1 when a row differs by more than rows.toml allows.
+sources and the explanations of differences; those of set Q are the rows of times.toml whose authors counted
+reserved bytes. Set J, the memory of whole cards, runs only by itself: see published_cards.py. --runs caches
+the results of runs in a file, so that a later call does not repeat them. Exits with 1 when a row differs by
+more than rows.toml allows.
 """
 
 import argparse
 import json
 import platform
 import re
+import shlex
 import sys
 import threading
 import tomllib
@@ -21,7 +23,16 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import distributions, version
 from pathlib import Path
 
-from measuring import command_line, lacks_steps, memfit_json, table, write_json, write_or_print
+from measuring import (
+    MIB,
+    command_line,
+    lacks_steps,
+    memfit_json,
+    table,
+    with_packages,
+    write_json,
+    write_or_print,
+)
 
 HERE = Path(__file__).parent / "accuracy"
 EMPTY: Mapping[str, str] = {}
@@ -110,7 +121,42 @@ def rows(sets: str = "") -> tuple[tuple[Row, ...], dict[str, dict[str, str]]]:
         for row in table["row"]
         if not sets or row["set"] in sets
     )
-    return tuple(chosen), table["source"]
+    timed, cited = _timed_rows() if not sets or "Q" in sets else ((), {})
+    return (*chosen, *timed), table["source"] | cited
+
+
+def _timed_rows() -> tuple[tuple[Row, ...], dict[str, dict[str, str]]]:
+    """Return set Q, two rows for each row of times.toml with reserved bytes, and its sources."""
+    import times
+
+    found, sources = times.read_rows()
+    cited = {each["name"]: {"cite": each["cite"], "of": each["assumed"]} for each in sources}
+    used: dict[str, dict[str, str]] = {}
+    made = []
+    for row in found:
+        if row.reserved is None or row.allocated is None:
+            continue
+        used[row.source] = cited[row.source]
+        for figure, published, within in (
+            ("allocated", row.allocated, 0.1),
+            ("reserved", row.reserved, row.reserved_within),
+        ):
+            made.append(
+                Row(
+                    set="Q",
+                    what=f"{row.run}, {row.card}",
+                    run=(f"../times/{row.script}", *shlex.split(row.run)),
+                    figure=figure,
+                    published=published / MIB,
+                    unit="MiB",
+                    source=row.source,
+                    within=within,
+                    explained=row.explained if figure == "reserved" else "",
+                    options=("--gpu", row.card),
+                    environment=with_packages(row.packages),
+                )
+            )
+    return tuple(made), used
 
 
 class Runs:

@@ -187,6 +187,26 @@ def memfit_json(
         return (json.loads(answer.read_text()) if answer.exists() else None), done
 
 
+def with_packages(wheels: Sequence[str]) -> dict[str, str]:
+    """Return variables under which Python finds these versions first; install them aside if necessary.
+
+    They are not checked against what else is installed, and bring nothing with them.
+
+    >>> with_packages(())
+    {}
+    """
+    if not wheels:
+        return {}
+    folder = ROOT / "build" / "packages" / "+".join(sorted(wheels))
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as new:
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+            subprocess.run([*command, f"{new}/all", *wheels], check=True)
+            Path(new, "all").rename(folder)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+
+
 def lacks_steps(answer: Mapping[str, Any], *, trains: bool = False) -> bool:
     """Return whether a script made no training step in a dry run that fits, although it was to make some.
 

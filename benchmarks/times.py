@@ -23,7 +23,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from measuring import command_line, memfit_json, table, write_json, write_or_print
+from measuring import command_line, memfit_json, table, with_packages, write_json, write_or_print
 
 if TYPE_CHECKING:
     from memfit.devices import Device
@@ -53,7 +53,11 @@ class TimedRow:
     memory: str = ""
     plan: str = ""
     allocated: int | None = None
+    reserved: int | None = None
+    reserved_within: float = 1.5
+    explained: str = ""
     within: float = 0.05
+    packages: tuple[str, ...] = ()
     blind: str = ""
     pair: tuple[str, ...] = ()
 
@@ -131,8 +135,8 @@ def read_rows(chosen: str = "") -> tuple[tuple[TimedRow, ...], list[dict[str, An
     for source in sources:
         for row in source["rows"]:
             every = {name: value for name, value in {**source, **row}.items() if name in known}
-            pair = tuple(every.pop("pair", ()))
-            rows.append(TimedRow(source=source["name"], pair=pair, **every))
+            lists = {name: tuple(every.pop(name, ())) for name in ("pair", "packages")}
+            rows.append(TimedRow(source=source["name"], **lists, **every))
     text = {row: f"{row.source} {row.cards} {row.script} {row.run}" for row in rows}
     return tuple(row for row in rows if re.search(chosen, text[row])), sources
 
@@ -152,7 +156,9 @@ def record(row: TimedRow, folder: Path) -> tuple[Path, int]:
     name = _file_name(row)
     trace, peak = folder / f"{name}.memfit", folder / f"{name}.bytes"
     if not (trace.exists() and peak.exists()):
-        answer, done = memfit_json("dry-run", "-o", str(trace), *row.job)
+        answer, done = memfit_json(
+            "dry-run", "-o", str(trace), *row.job, environment=with_packages(row.packages)
+        )
         if answer is None or answer["verdict"] not in ("fits", "tight") or not answer["steps"]:
             raise SystemExit(f"{' '.join(row.job)} did not run on the ghost:\n{done.stderr[-2000:]}")
         peak.write_text(str(answer["peak"]["allocated"]))
@@ -171,7 +177,8 @@ def ask_peer(row: TimedRow, folder: Path) -> float | None:
     if not kept.exists():
         options, script = row.job[: row.job.index("--")], row.job[row.job.index("--") + 1 :]
         wrapper = str(HERE / "times" / "runtime_estimator.py")
-        _, done = memfit_json("dry-run", *options, "--", wrapper, card, *script)
+        job = (*options, "--", wrapper, card, *script)
+        _, done = memfit_json("dry-run", *job, environment=with_packages(row.packages))
         found = re.search(r"^RuntimeEstimator, .*: (\S+) (\S+)$", done.stderr, re.MULTILINE)
         if found is None:
             print(f"RuntimeEstimator failed:\n{done.stderr[-600:]}", file=sys.stderr)

@@ -34,6 +34,11 @@ FSDP = """
         fully_shard(layer)
     fully_shard(model)
 """
+FSDP_1 = """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+"""
 LOOP = f"""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -86,6 +91,7 @@ def test_ddp_reduces_all_gradients_and_its_update_waits(dry_run, tmp_path):
     assert step.operations[step.order[waiting]].stream == 0 != found[-1][1].stream
     assert labels[step.labels[waiting - 1]].phase is Phase.BACKWARD
     assert not any(step.operations[each].name.startswith("c10d") for each in step.order)
+    assert step.host.hook_calls == 0
 
 
 def test_fsdp_gathers_parameters_twice_ahead_and_scatters_gradients(dry_run, tmp_path):
@@ -113,6 +119,15 @@ def test_fsdp_gathers_parameters_twice_ahead_and_scatters_gradients(dry_run, tmp
     assert begins[products[BLOCKS]] < begins[gathered] + 1  # the backward's first does not wait for the last
 
 
+@pytest.mark.parametrize(("shards", "counted"), [(FSDP, 3755), (FSDP_1, 3363)], ids=["2", "1"])
+def test_the_hooks_of_fsdp_call_as_many_functions_as_sys_setprofile_counts(
+    dry_run, tmp_path, shards, counted
+):
+    """Of this network with PyTorch 2.14.1, its calls without FSDP left out."""
+    step, _ = step_of(dry_run, tmp_path, shards + LOOP)
+    assert step.host.hook_calls == pytest.approx(counted, rel=0.11)
+
+
 def test_what_a_script_issues_itself_waits_where_the_script_does(dry_run, tmp_path):
     step, _ = step_of(dry_run, tmp_path, OWN)
     found = collectives(step)
@@ -123,3 +138,15 @@ def test_what_a_script_issues_itself_waits_where_the_script_does(dry_run, tmp_pa
     reduced = [place for place, _ in found[:BLOCKS]]
     waiting = [place for place, before in step.after if before in reduced]
     assert min(waiting) > last > max(reduced)  # and no earlier, when memfit has its tensors released
+
+
+def test_a_collective_is_not_done_before_a_stream_waits_for_it(dry_run, tmp_path):
+    """PyTorch 2.15 waits for none that is: DistributedDataParallel's update seemed to wait for nothing."""
+    asked = """
+        work = dist.all_reduce(model[0].weight.grad, async_op=True)
+        (torch.erf if work.is_completed() else torch.sin)(model[0].weight)
+        optimizer.step()
+"""
+    step, _ = step_of(dry_run, tmp_path, LOOP.replace("        optimizer.step()\n", asked.lstrip("\n")))
+    names = {operation.name for operation in step.operations}
+    assert {"aten.sin.default", "aten.erf.default"} & names == {"aten.sin.default"}

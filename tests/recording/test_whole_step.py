@@ -83,6 +83,18 @@ def test_what_a_checkpoint_runs_again_is_recorded_and_so_is_each_micro_batch(dry
     assert found[Phase.BACKWARD] == 22
 
 
+def test_a_region_counts_once_though_it_computes_between_its_modules(dry_run, tmp_path):
+    loop = """
+    def both(x):
+        return blocks[1](blocks[0](x) + 1)
+    for _ in range(4):
+        checkpoint(both, inputs, use_reentrant=False).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    assert step_of(dry_run, tmp_path, loop)[0].host.checkpointed_regions == 1
+
+
 def test_the_second_of_two_steps_is_recorded_and_no_first_one(dry_run, tmp_path):
     step, labels = step_of(dry_run, tmp_path, LOOP, steps=2)
     assert products(step, labels) == {Phase.FORWARD: 6, Phase.BACKWARD: 11}

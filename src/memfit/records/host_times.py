@@ -18,7 +18,7 @@ MEASURED_OF_HOST = (
     *("checkpointed_regions", "checkpointed_tensors", "watched_operations"),
 )
 """What networks tell about a machine. The driver's work is not among it. Regions that memfit checkpoints are
-assumed to take as much more than PyTorch's as where that was measured."""
+assumed to take as much more than PyTorch's as where that was measured, calls in hooks as long as others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,8 @@ class HostUnits:
 
     python_calls: float = 0
     """Calls of functions written in Python, by the script and by libraries; optimizers' and hooks' apart."""
+    hook_calls: float = 0
+    """The same in the hooks of FSDP, which run in the forward, the backward and the update."""
     operations: float = 0
     """Operations on the GPU that PyTorch dispatches, of forward, backward and update, views apart."""
     autograd_nodes: float = 0
@@ -83,6 +85,7 @@ class HostTimes:
 ASSUMED_HOST_TIMES = HostTimes(
     HostUnits(
         python_calls=1.8e-6,
+        hook_calls=1.8e-6,
         operations=8e-6,
         autograd_nodes=7e-6,
         gradients=20e-6,

@@ -213,7 +213,7 @@ def seconds_of_one(counts: Sequence[HostUnits], seconds: Sequence[float]) -> Hos
     one = {name: _COLDER * each for name, each in zip(MEASURED_OF_HOST, found, strict=True)}
     other = ASSUMED_HOST_TIMES.one
     replayed = one["checkpointed_tensors"] * other.replayed_tensors / other.checkpointed_tensors
-    return replace(other, **one, replayed_tensors=replayed)
+    return replace(other, **one, hook_calls=one["python_calls"], replayed_tensors=replayed)
 
 
 def seconds_of_cpu_gigabyte() -> float:

@@ -13,7 +13,7 @@ static _Thread_local struct {
     const void *stream;
 } marked;
 
-static _Thread_local bool paused;
+static _Thread_local bool paused, launched;
 
 API void ghost_pause_marks(int pause) { paused = pause; }
 
@@ -42,6 +42,21 @@ void mark(const char *format, ...)
     void *record = NULL;
     if (start(name, NULL, NULL, 0, &record) == SUCCESS && record)
         record_end(record);
+}
+
+bool leaves_marks(void) { return marking(); }
+
+void mark_launch(void)
+{
+    launched = marking();
+    mark("launch");
+}
+
+bool follows_launch(void)
+{
+    bool follows = launched;
+    launched = false;
+    return follows;
 }
 
 void mark_stream(const void *stream)

@@ -19,4 +19,9 @@ API void ghost_pause_marks(int pause); /* what the calling thread does is not th
 void mark(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void mark_stream(const void *stream);
 
+/* Mark that NCCL launches a collective; return whether the thread has done so since this was last asked. */
+void mark_launch(void);
+bool follows_launch(void);
+bool leaves_marks(void); /* whether what the calling thread does is marked */
+
 #endif
