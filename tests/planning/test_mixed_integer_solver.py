@@ -111,6 +111,6 @@ def test_a_slow_machine_finds_the_same_solution(monkeypatch):
 def test_no_solution_is_looked_for_that_is_no_better_than_a_known_one():
     program = hard()
     best = program.minimize()
-    found = program.minimize(known=best.objective, gap=0.1)
+    found = program.minimize(enough=0.9 * best.objective)
     assert 0.9 * best.objective <= found.bound <= best.bound
     assert found.bound < best.bound

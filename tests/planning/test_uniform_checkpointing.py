@@ -1,5 +1,7 @@
 """Choices that checkpoint modules of one kind alike."""
 
+from itertools import combinations
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,7 +35,12 @@ def test_the_peak_of_a_selection_is_that_of_the_program(chooser, data):
         for way, column in enumerate(columns)
     }
     least = chooser._program.minimize(chooser._budget, fixed=fixed).objective
-    assert chooser._uniform.peak(selection) == pytest.approx(least * (1 << 20), rel=1e-6)
+    uniform = chooser._uniform
+    assert uniform.peak(selection) == pytest.approx(least * (1 << 20), rel=1e-6)
+    ordered = uniform.in_order(selection)
+    assert uniform.seconds(ordered) == pytest.approx(uniform.seconds(selection))
+    assert uniform.peak(ordered) <= uniform.peak(selection)
+    assert not any(_on_one_path(*pair) for pair in combinations(ordered, 2))
 
 
 def _on_one_path(module, other):
@@ -56,6 +63,15 @@ def test_the_first_modules_of_a_kind_are_checkpointed_until_the_rest_fits():
         assert ways == sorted(ways, reverse=True)  # a later one holds less
     assert any(len(set(selection.values())) == 2 for selection in found.values())
     assert uniform.fastest(uniform.peak(uniform.smallest) - 1) is None
+
+
+def test_of_identical_modules_the_first_have_the_slowest_ways():
+    torch.manual_seed(0)
+    uniform = CheckpointChooser(feed_forward(12).record(), work)._uniform
+    slow, fast = sorted((0, 1), key=lambda way: -uniform.seconds({"3": way}))
+    assert uniform.seconds({"3": slow}) > uniform.seconds({"3": fast})
+    ordered = {"0": slow, "1": slow, "2": fast}
+    assert uniform.in_order({"3": fast, "7": slow, "9": slow}) == uniform.in_order(ordered) == ordered
 
 
 def nothing_found(monkeypatch):

@@ -47,8 +47,12 @@ _GAP = 0.01
 """Of the seconds added: a choice this close to the bound is good enough."""
 _COST = 1000.0
 """Cost of running the whole forward again: costs far below 1 would be lost in HiGHS's tolerances."""
-_COST_GAP = 2.0
-"""A cost this close to the bound is good enough: less than a thousandth of a step."""
+_COST_GAP = 5.0
+"""A cost this close to the bound is good enough: at most half of what another plan must be expected to save
+to be tried. Seconds of operations are less accurate by far. Bytes have no gap."""
+_KNOWN_GAP = 2.0
+"""The same for choices that need no solver. They keep more single results, which may take the host longer
+than is counted here."""
 _LESS = 0.65
 """Effort for the smallest choice, which is hard to make fast, and runs only where a budget is not reached."""
 _TOLERANCE = 1e-4
@@ -167,12 +171,13 @@ class CheckpointChooser:
         uniform = self._uniform.fastest(budget)
         fitting = [self._tensor_choice(each) for each in self._tensors if each.peak <= budget]
         fitting += [] if uniform is None else [self._choice(uniform)]
+        known = min((each.seconds for each in fitting), default=INFINITY) / self._unit
         found = self._program.minimize(
             fixed={self._budget: budget / _MIB},
             gap=_GAP,
             cost_gap=_COST_GAP,
             effort=effort,
-            known=min((each.seconds for each in fitting), default=INFINITY) / self._unit,
+            enough=min(known * (1 - _GAP), known - _KNOWN_GAP),
         )
         bound = INFINITY if found is None else found.bound * self._unit
         if found is not None and found.values:
@@ -188,7 +193,7 @@ class CheckpointChooser:
             self._budget,
             gap=_GAP / 10,
             effort=_LESS,
-            known=min(each.peak for each in small) / _MIB,
+            enough=min(each.peak for each in small) / _MIB * (1 - _GAP / 10),
         )
         if found is not None and found.values:
             small.append(self._choice(self._selection(found)))
@@ -200,12 +205,14 @@ class CheckpointChooser:
         return self.choose(int(self.least.peak * (1 + _TOLERANCE)), _LESS) or self.least
 
     def _selection(self, found: MixedIntegerSolution) -> Selection:
-        return {
-            module: way
-            for module, columns in self._columns.items()
-            for way, column in enumerate(columns)
-            if found.values[column] > _HALF
-        }
+        return self._uniform.in_order(
+            {
+                module: way
+                for module, columns in self._columns.items()
+                for way, column in enumerate(columns)
+                if found.values[column] > _HALF
+            }
+        )
 
     def _choice(self, selection: Selection) -> CheckpointChoice:
         modules: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)

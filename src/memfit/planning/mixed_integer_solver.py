@@ -64,7 +64,7 @@ class MixedIntegerProgram:
         fixed: Mapping[int, float] | None = None,
         gap: float = 0.0,
         cost_gap: float = 0.0,
-        known: float = INFINITY,
+        enough: float = INFINITY,
         effort: float = 1.0,
     ) -> MixedIntegerSolution | None:
         """Return the best solution found with limited work; None if there is none.
@@ -74,7 +74,7 @@ class MixedIntegerProgram:
             fixed: values of columns.
             gap: how far from the bound the cost of a solution may be, relative to it.
             cost_gap: how far from the bound it may be, in units of cost; the larger of the two counts.
-            known: the cost of a solution that is known already: HiGHS looks for better ones only.
+            enough: a bound at which HiGHS stops, because a solution that is known already is close to it.
             effort: how much of the usual work HiGHS may do.
         """
         columns = len(self._costs)
@@ -101,7 +101,7 @@ class MixedIntegerProgram:
         highs.setOptionValue("mip_abs_gap", cost_gap)
         highs.passModel(program)
         most = effort * max(_LEAST, _EFFORT // max(1, len(matrix.index_)))
-        _limit(highs, most, known - max(gap * known, cost_gap) if known < INFINITY else known)
+        _limit(highs, most, enough)
         highspy.Highs.resetGlobalScheduler(True)  # threads of a solver with more of them make HiGHS refuse
         try:
             highs.run()
@@ -124,6 +124,7 @@ def make_highs_solver() -> Any:
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("threads", 1)
         highs.setOptionValue("mip_pscost_minreliable", 0)  # strong branching would take most of the work
+        highs.setOptionValue("mip_allow_restart", False)  # each restart runs the heuristics of the root again
     return highs
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from memfit.analysis.dry_run_result import dry_run_of_trace
 from memfit.analysis.needed_memory import memory_needed_without_convolution_workspaces
 from memfit.analysis.trial_result import TrialResult
 from memfit.errors import TargetError
@@ -141,11 +140,7 @@ class PlanSearch(ABC):
         as_written = self._as_written
         if as_written is None:
             raise TargetError(TOO_LATE)
-        trace, operations, found = (
-            self._plain.trace,
-            self._plain.operations,
-            dry_run_of_trace(self._plain.trace),
-        )
+        trace, operations, found = self._plain.trace, self._plain.operations, self._written[0].found
         chosen = None if chosen is None else self._runs.made_by_loop(chosen)
         needs, bare, slowdown = as_written.needs, None, self._allowed.slowdown
         bound, rule = self._least_time if bound is None else bound, self._script.rule

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import isclose
 
 from memfit.planning.module_checkpoint_options import ModuleCheckpointOption
 from memfit.planning.step_memory_model import StepMemoryModel
@@ -34,10 +35,13 @@ class UniformCheckpointingSearch:
         self._memory, self._ways, self._again = memory, ways, again
         depths: list[int] = []
         kinds: dict[tuple[int, str, int], dict[str, None]] = defaultdict(dict)
+        self._alike: dict[tuple[int, str], dict[str, None]] = defaultdict(dict)
+        """By depth and kind: modules, whatever the number of ways."""
         for call in memory.step.calls:
             depths.append(depths[call.parent] + 1 if call.parent >= 0 else 0)
             if call.module in ways:
                 kinds[depths[-1], call.kind, len(ways[call.module])][call.module] = None
+                self._alike[depths[-1], call.kind][call.module] = None
         self._kinds = [tuple(modules) for modules in kinds.values()]
 
     def peak(self, selection: Selection) -> int:
@@ -71,6 +75,25 @@ class UniformCheckpointingSearch:
     def seconds(self, selection: Selection) -> float:
         """Return the seconds that recomputing adds to a step."""
         return sum(option.seconds for module, way in selection.items() for option in self._ways[module][way])
+
+    def in_order(self, selection: Selection) -> Selection:
+        """Return a selection with the slowest ways in the first modules of each kind, if it needs no more.
+
+        A solver checkpoints any of identical modules. Where those in one way follow each other, the allocator
+        mostly reserves less, and what it reserves does not depend on the solver's luck.
+        """
+        kinds = [each for each in self._alike.items() if not selection.keys().isdisjoint(each[1])]
+        if len({depth for (depth, _), _ in kinds}) > 1:  # one could be in another
+            return selection
+        ordered: dict[str, int] = {}
+        for _, modules in kinds:
+            chosen = [module for module in modules if module in selection]
+            chosen.sort(key=lambda module: -self.seconds({module: selection[module]}))
+            ordered |= zip(modules, (selection[module] for module in chosen), strict=False)
+        if any(way >= len(self._ways[module]) for module, way in ordered.items()):
+            return selection
+        is_as_fast = isclose(self.seconds(ordered), self.seconds(selection), rel_tol=1e-6)
+        return ordered if is_as_fast and self.peak(ordered) <= self.peak(selection) else selection
 
     def fastest(self, budget: int) -> Selection | None:
         """Return the fastest of these selections whose predicted peak is at most so many bytes, or None."""

@@ -15,7 +15,8 @@ def test_dynamo_is_imported_when_it_is_used_and_its_objects_are_stood_for_until_
 
         def train(model):
             x = torch.randn(8, 64, device="cuda", requires_grad=True)
-            checkpoint(model, x, use_reentrant=True).sum().backward()
+            for reentrant in (True, False):
+                checkpoint(model, x, use_reentrant=reentrant).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -65,11 +66,18 @@ def test_a_first_use_by_the_script_itself_imports_dynamo(dry_run):
 
 def test_the_first_use_may_be_the_import_of_a_config_module_which_refuses_attributes(dry_run):
     done = dry_run("""
-        import torch
+        import sys, torch
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, device="cuda"))])
         import torch._dynamo.config as config
         assert config.__spec__.origin == config.__file__
         assert config.suppress_errors is False
+        config.suppress_errors = True
+        from torch._dynamo import config as found
+        assert "torch._dynamo.eval_frame" not in sys.modules
+        torch.compile(torch.nn.Linear(2, 2), backend="eager")
+        assert "torch._dynamo.eval_frame" in sys.modules
+        assert config is found is torch._dynamo.config
+        assert config.suppress_errors is True
     """)
     assert done.answer["end"]["reason"] == "end", done.err
 

@@ -1,19 +1,22 @@
 """Import ``torch._dynamo`` only when something uses it.
 
-PyTorch's optimizers import Dynamo to tell it where a compiled graph must end, and to keep it out of their own
-code. Both mean something only to code that is being compiled, but the import takes 1.2 s: a third of the dry
-run of a small script. Here, the import statement makes the module without its contents. It answers these two
-uses itself; any other use fills it.
+PyTorch's optimizers and checkpoints import Dynamo to tell it where a compiled graph must end, and to keep it
+out of their own code. Both mean something only to code that is being compiled, but the import takes 1.2 s: a
+third of the dry run of a small script, and half of each run of a plan that checkpoints. Here, the import
+statement makes the module without its contents. It answers these two uses itself, and imports its settings, a
+module that needs no other, alone. Any other use fills it.
 
 Until then, as many Python objects as the module would hold take its place, and reference cycles are collected
 once. Python collects them, and the tensors that they hold, when a quarter of all objects are new: the import
 makes that many, and with fewer objects, the next collection would be earlier than without memfit.
 
-Source: ``_use_grad_for_differentiable`` in torch/optim/optimizer.py and ``_disable_dynamo`` in
-torch/_compile.py, PyTorch 2.14.1; ``gc_collect_generations`` in Modules/gcmodule.c, Python 3.11.
+Source: ``_use_grad_for_differentiable`` in torch/optim/optimizer.py, ``_disable_dynamo`` in torch/_compile.py
+and ``_recomputation_hook`` in torch/utils/checkpoint.py, PyTorch 2.14.1; ``gc_collect_generations`` in
+Modules/gcmodule.c, Python 3.11.
 """
 
 import gc
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +26,9 @@ from types import ModuleType
 from typing import Any
 
 _NAME = "torch._dynamo"
+_CONFIG = f"{_NAME}.config"
+_CHECKPOINT = "torch.utils.checkpoint"
+"""Has Dynamo disabled in functions that it makes for one recomputation each."""
 _CALLED_INSTEAD = "__dynamo_disable"
 """The attribute in which ``_disable_dynamo`` keeps what it calls instead of a function."""
 _OBJECTS = 96_000
@@ -52,6 +58,8 @@ class _LazyModule(ModuleType):
         gc.collect()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "config":
+            return importlib.import_module(_CONFIG)
         if not name.startswith("__"):  # the import system asks for some of these before they are set
             self.fill()
         try:
@@ -64,10 +72,11 @@ class _LazyModule(ModuleType):
 
     def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **rest: Any) -> Any:
         """Return a function of PyTorch's own as it is, until there is a Dynamo to keep out of it."""
-        if wrapping:  # the caller is not _disable_dynamo
+        if wrapping and getattr(fn, "__module__", "") != _CHECKPOINT:  # the caller is not PyTorch's own
             self.fill()
             return vars(self)["disable"](fn, recursive, wrapping=wrapping, **rest)
-        self._undecorated.append(fn)
+        if not wrapping:
+            self._undecorated.append(fn)
         return fn
 
     def fill(self) -> None:
@@ -98,7 +107,7 @@ def _stand_ins() -> list[list[object]]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds ``torch._dynamo`` as a lazy module, and fills it before any module in it is imported."""
+    """Finds ``torch._dynamo`` as a lazy module, and fills it before any module in it, but its settings."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -106,7 +115,8 @@ class _Finder(MetaPathFinder):
         if fullname == _NAME:
             return self._find_lazy(path, target)
         package = sys.modules.get(_NAME)
-        if fullname.startswith(f"{_NAME}.") and isinstance(package, _LazyModule):
+        inside = fullname.startswith(f"{_NAME}.") and fullname != _CONFIG
+        if inside and isinstance(package, _LazyModule):
             package.fill()
             if (module := sys.modules.get(fullname)) is not None:
                 return _Imported(module).spec()
@@ -128,10 +138,7 @@ def _leave_empty(module: ModuleType) -> None:
 
 
 class _Imported(Loader):
-    """Loads a module that was imported while it was being looked for: Python would run its code again.
-
-    The attribute is set in the module's dictionary: PyTorch's ``config`` modules refuse new attributes.
-    """
+    """Loads a module that was imported while it was being looked for: Python would run its code again."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -139,11 +146,11 @@ class _Imported(Loader):
 
     def spec(self) -> ModuleSpec:
         """Return a spec with this loader, also as the module's own, which Python prefers to it."""
-        spec = vars(self._module)["__spec__"] = ModuleSpec(self._module.__name__, self)
+        spec = self._module.__spec__ = ModuleSpec(self._module.__name__, self)
         return spec
 
     def create_module(self, _spec: ModuleSpec) -> ModuleType:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__spec__"] = self._spec
+        module.__spec__ = self._spec

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from torch.utils.flop_counter import flop_registry
 
 from memfit.errors import UsageError
 from memfit.recording.operation_interception import InterceptionModeAllowingCompilation
@@ -134,6 +133,8 @@ def products_called_less_often(missing: Sequence[str], seen: "Counter[Any]") -> 
     Another device may have another operation in place of one that was not called at all, and a model may run
     more beside its products for a GPU: TRL picks the tokens that count where Triton computes its loss.
     """
+    from torch.utils.flop_counter import flop_registry  # it imports Triton
+
     return [
         name
         for name in missing
