@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.ghost.build.runtime_library import INCLUDES, RUNTIME, read_ghost_gaps
+from memfit.ghost.build.runtime_library import INCLUDES, RUNTIME, build_ghost, read_ghost_gaps
 from memfit.ghost.build.torch_install import find_torch, scan_nvidia_imports
 from memfit.native_build import find_compiler
 
@@ -351,3 +351,13 @@ def test_functions_looked_up_by_name_exist(real, implemented):
             name for name in names if name in real[0] or f"{name}_v2" in real[0] or name.startswith("nvml")
         }
         assert {name for name in looked_up if name not in offered and f"{name}_v2" not in offered} == set()
+
+
+def test_driver_functions_that_tritons_module_is_linked_with_exist():
+    looked_up = {"cuLaunchKernelExHandle", "cuOccupancyMaxActiveClusters"}
+    source = (PACKAGES / "triton/backends/nvidia/driver.c").read_text()
+    linked = set(re.findall(r"\bcu(?!TensorMap)[A-Z]\w+(?=\()", source)) - looked_up
+    linked.add("cuStreamIsCapturing")  # since Triton 3.9, of PyTorch 2.15
+    command = ("nm", "-D", "--defined-only", str(build_ghost().library))
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert linked - set(done.stdout.split()) == set()

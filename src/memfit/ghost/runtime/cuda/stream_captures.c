@@ -123,6 +123,7 @@ API status cudaStreamEndCapture(void *stream, struct graph **graph)
 
 ENTRY(cudaStreamIsCapturing(void *stream, int *capturing),
       *capturing = stream_capture(stream) ? CAPTURE_ACTIVE : CAPTURE_NONE)
+ALSO(cuStreamIsCapturing, cudaStreamIsCapturing)
 
 static status capture_info(void *stream, int *capturing, unsigned long long *id, struct graph **graph,
                            const void **dependencies, size_t *count)
