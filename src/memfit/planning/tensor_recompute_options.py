@@ -15,8 +15,8 @@ what ``strategies/mechanisms/single_tensor_recompute.py`` does, in bytes.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import groupby, product
 
 from memfit.planning.module_checkpoint_options import FREE, Seconds, bytes_of_storages, named_operations
 from memfit.planning.step_memory_model import StepMemoryModel
@@ -178,18 +178,29 @@ class RecomputeSimulation:
         return self._step.storages[self._contents.all[content].storage]
 
 
-def kept_contents_mask(
-    step: StepOperations, call: ModuleCall, save_ops: frozenset[str], contents: ContentsOfCall
-) -> list[bool]:
-    """Return, by content, whether it is kept, or exists when the call begins."""
+def _kept_contents_mask(
+    makers: Sequence[tuple[int, str, bool]],
+    sizes: Sequence[int],
+    save_ops: set[str],
+    contents: ContentsOfCall,
+) -> tuple[bool, ...]:
+    """Return, by content, whether it is kept, or exists when the call begins.
+
+    Args:
+        makers: number and name of each operation of the call, and whether its results are kept anyway.
+        sizes: of the step's storages.
+        save_ops: operations whose results are kept.
+        contents: of the call.
+    """
     kept = [each.maker < 0 for each in contents.all]
-    for number, (name, operation) in enumerate(named_operations(step, call), call.first):
-        all_kept = name in save_ops or operation.random or not is_recomputable_operation(operation.name)
-        for each in contents.makes[number]:
-            before = contents.all[each].before
-            small = step.storages[contents.all[each].storage] < LEAST_RECOMPUTED
-            kept[each] = all_kept or (kept[before] if before >= 0 else small)
-    return kept
+    for number, name, anyway in makers:
+        all_kept = anyway or name in save_ops
+        for made in contents.makes[number]:
+            content = contents.all[made]
+            kept[made] = all_kept or (
+                kept[content.before] if content.before >= 0 else sizes[content.storage] < LEAST_RECOMPUTED
+            )
+    return tuple(kept)
 
 
 # ---- the ways ------------------------------------------------------------------------------------------
@@ -230,24 +241,30 @@ def tensor_recomputations(
         return []
     if any(operation.name.startswith(_COLLECTIVES) for operation in step.forward):
         return []
-    contents = ContentsOfCall.of(step, step.calls[0])
-    sets = [
-        names
-        for always in _inputs(step)
-        for is_spread in (False, True)
-        for names in _kept_sets(step, always, seconds, is_spread=is_spread)
+    model = step.calls[0]
+    contents = ContentsOfCall.of(step, model)
+    makers = [
+        (number, name, operation.random or not is_recomputable_operation(operation.name))
+        for number, (name, operation) in enumerate(named_operations(step, model), model.first)
     ]
+    sets: dict[tuple[bool, ...], tuple[str, ...]] = {}
+    for always, is_spread in product(_inputs(step), (False, True)):
+        for names in _kept_sets(step, always, seconds, is_spread=is_spread):
+            sets.setdefault(_kept_contents_mask(makers, step.storages, {*names}, contents), names)
     replaying = host.watched_operations + host.replayed_tensors
 
     def again(operation: Operation) -> float:
         return seconds(operation) + replaying
 
-    plain = RecomputeSimulation(step, contents, [True] * len(contents.all), seconds).run(step.calls[0])
-    found = [_option(memory, names, again, contents, plain) for names in dict.fromkeys(sets)]
-    model = step.calls[0]
+    plain = RecomputeSimulation(step, contents, [True] * len(contents.all), seconds).run(model)
+    saved = {storage for call in step.calls for storage in call.saves}
     noting = host.watched_operations * (model.end - model.first)
     noting += host.checkpointed_tensors * (model.end_save - model.first_save)
-    found = [replace(option, seconds=option.seconds + noting) for option in found]
+    found = []
+    for mask, names in sets.items():
+        backward = RecomputeSimulation(step, contents, mask, again)
+        peak = max(_backward_peak(memory, backward, plain), _forward_peak(memory, backward.kept, saved))
+        found.append(TensorRecomputation(names, backward.spent + noting, peak))
     best: list[TensorRecomputation] = []
     for option in sorted(found, key=lambda each: (each.seconds, each.peak)):
         if option.peak < min((each.peak for each in best), default=memory.peak):
@@ -255,30 +272,20 @@ def tensor_recomputations(
     return best
 
 
-def _option(
-    memory: StepMemoryModel,
-    save_ops: tuple[str, ...],
-    seconds: Seconds,
-    contents: ContentsOfCall,
-    plain: Mapping[int, int],
-) -> TensorRecomputation:
+def _backward_peak(memory: StepMemoryModel, backward: RecomputeSimulation, plain: Mapping[int, int]) -> int:
+    """Run a simulation, and return the most bytes while the backward runs."""
     step, call = memory.step, memory.step.calls[0]
-    backward = RecomputeSimulation(
-        step, contents, kept_contents_mask(step, call, frozenset(save_ops), contents), seconds
-    )
-    held = backward.run(call)
-    more = {number: size - plain[number] for number, size in held.items()}
+    more = {number: size - plain[number] for number, size in backward.run(call).items()}
     peak, source = 0, call.end
     for operation in step.backward:
         source = operation.source if operation.source >= 0 else source
         peak = max(peak, operation.allocated + more.get(min(source, call.end), 0))
-    return TensorRecomputation(save_ops, backward.spent, max(peak, _forward_peak(memory, backward.kept)))
+    return peak
 
 
-def _forward_peak(memory: StepMemoryModel, kept: frozenset[int]) -> int:
+def _forward_peak(memory: StepMemoryModel, kept: frozenset[int], saved: set[int]) -> int:
     """Return the most bytes while the forward runs: what is not kept is freed once nothing reads it."""
     step = memory.step
-    saved = {storage for call in step.calls for storage in call.saves}
     changes: Counter[int] = Counter()
     peak = more = 0
     for number, operation in enumerate(step.forward):
