@@ -65,6 +65,7 @@ class Row:
     over: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
 
     @property
     def theirs(self) -> float:
@@ -151,9 +152,11 @@ def _timed_rows() -> tuple[tuple[Row, ...], dict[str, dict[str, str]]]:
                     unit="MiB",
                     source=row.source,
                     within=within,
-                    explained=row.explained if figure == "reserved" else "",
+                    explained=""
+                    if figure == "allocated"
+                    else row.explained or "another PyTorch than the author's",
                     options=("--gpu", row.card),
-                    environment=with_packages(row.packages),
+                    packages=row.packages,
                 )
             )
     return tuple(made), used
@@ -169,7 +172,7 @@ class Runs:
 
     def peaks(self, row: Row, run: tuple[str, ...]) -> dict[str, int]:
         """Return the peaks of one run: allocated, reserved and process; bytes."""
-        return self.peaks_of(row.options, run, row.environment)
+        return self.peaks_of(row.options, run, row.environment | with_packages(row.packages))
 
     def peaks_of(
         self, options: tuple[str, ...], run: tuple[str, ...], environment: Mapping[str, str] = EMPTY

@@ -43,6 +43,7 @@ BENCHMARKS = (
     Benchmark("equality", 20, "strategies against hand-written loops on random networks, bit for bit"),
     Benchmark("foreign_plans", 60, "scripts of others under plans: verified, and trained", "their clones"),
     Benchmark("fit_kernel_times", 8, "coefficients of kernels' times, fitted again", "public tables"),
+    Benchmark("timm_training", 15, "timm models on a card and on the ghost, by batch", "a public table"),
     Benchmark("forked_runs", 15, "runs that share the script's start against whole runs: traces, time"),
     Benchmark("host_times", 5, "the host's time for training steps, as counted and as measured"),
     Benchmark("html_speed", 1, "the HTML report in a browser: time to draw and to answer", "Chromium"),

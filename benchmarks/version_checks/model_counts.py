@@ -21,7 +21,12 @@ from memfit.planning.module_checkpoint_options import (
 )
 from memfit.planning.plan_file import read_plan
 from memfit.planning.step_memory_model import module_calls_inside
-from memfit.planning.tensor_recompute_options import ContentsOfCall, RecomputeSimulation, kept_contents_mask
+from memfit.planning.tensor_recompute_options import (
+    ContentsOfCall,
+    RecomputeSimulation,
+    kept_contents_mask,
+    makers_of_call,
+)
 from memfit.records import Change, Operation, StepOperations, is_counted_operation
 from memfit.run.options import RunOptions
 from memfit.run.parent import run_script
@@ -81,7 +86,7 @@ def recomputed_operations(step: StepOperations, regions: Sequence[RegionSettings
 def _of_tensors(step: StepOperations, save_ops: Sequence[str]) -> float:
     call = step.calls[0]
     contents = ContentsOfCall.of(step, call)
-    kept = kept_contents_mask(step, call, frozenset(save_ops), contents)
+    kept = kept_contents_mask(makers_of_call(step, call), step.storages, {*save_ops}, contents)
     backward = RecomputeSimulation(step, contents, kept, _second)
     backward.run(call)
     return backward.spent

@@ -178,7 +178,15 @@ class RecomputeSimulation:
         return self._step.storages[self._contents.all[content].storage]
 
 
-def _kept_contents_mask(
+def makers_of_call(step: StepOperations, call: ModuleCall) -> list[tuple[int, str, bool]]:
+    """Return number and name of each operation of a call, and whether its results are kept anyway."""
+    return [
+        (number, name, operation.random or not is_recomputable_operation(operation.name))
+        for number, (name, operation) in enumerate(named_operations(step, call), call.first)
+    ]
+
+
+def kept_contents_mask(
     makers: Sequence[tuple[int, str, bool]],
     sizes: Sequence[int],
     save_ops: set[str],
@@ -187,7 +195,7 @@ def _kept_contents_mask(
     """Return, by content, whether it is kept, or exists when the call begins.
 
     Args:
-        makers: number and name of each operation of the call, and whether its results are kept anyway.
+        makers: as ``makers_of_call`` returns them.
         sizes: of the step's storages.
         save_ops: operations whose results are kept.
         contents: of the call.
@@ -243,14 +251,11 @@ def tensor_recomputations(
         return []
     model = step.calls[0]
     contents = ContentsOfCall.of(step, model)
-    makers = [
-        (number, name, operation.random or not is_recomputable_operation(operation.name))
-        for number, (name, operation) in enumerate(named_operations(step, model), model.first)
-    ]
+    makers = makers_of_call(step, model)
     sets: dict[tuple[bool, ...], tuple[str, ...]] = {}
     for always, is_spread in product(_inputs(step), (False, True)):
         for names in _kept_sets(step, always, seconds, is_spread=is_spread):
-            sets.setdefault(_kept_contents_mask(makers, step.storages, {*names}, contents), names)
+            sets.setdefault(kept_contents_mask(makers, step.storages, {*names}, contents), names)
     replaying = host.watched_operations + host.replayed_tensors
 
     def again(operation: Operation) -> float:
