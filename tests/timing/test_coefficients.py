@@ -34,7 +34,7 @@ def test_no_basis_has_a_narrower_interval_than_a_more_certain_one():
         for device in all_devices():
             fit = find_coefficients(kind, device)
             found[fit.basis].append((fit.spread, fit.long))
-            if "like" in table:  # what nobody measured is no more certain than the other kind by a relative
+            if "like" in table:  # priced as another kind: its interval must be as wide
                 other = find_coefficients(table["like"], device)
                 found[Basis.RELATIVE] += [(other.spread, other.long)] * (other.basis is Basis.RELATIVE)
         for place in (0, 1):

@@ -44,7 +44,7 @@ _REBUILD = Patch(
 _OBSERVER = Patch(
     "torch.profiler.profiler:ExecutionTraceObserver",
     "register_callback",
-    why="leave PyTorch's observer, of which there is only one, to a script that uses it",
+    why="let the script have PyTorch's only observer, if it starts one",
 )
 _RECOMPUTES = Patch(
     "torch.utils.checkpoint:_recomputation_hook",
